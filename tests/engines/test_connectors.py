@@ -151,7 +151,7 @@ def test_programs_that_are_graded_refused_or_aborted(connected, tmp_path):
 def test_one_connector_per_process(connected, tiny, tmp_path, first):
     connected(first)
     options = {} if first else {"kv_transfer_config": transfer(tmp_path)}
-    with pytest.raises(pc.EngineError, match="alone in its process") as caught:
+    with pytest.raises(pc.EngineError, match="multiprocess_mode") as caught:
         pc.LM(tiny, engine="vllm", **IDS, **EAGER, **CONNECTED, **options)
     assert caught.value.path == "kv_transfer_config"
 

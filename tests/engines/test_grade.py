@@ -429,7 +429,7 @@ def test_a_program_larger_than_a_batch(narrow):
     programs: list[Any] = [[pc.Zero(at=pc.mlp_out[1])], []]
     grades = lm.grade(ids, programs, score=[5])
     assert grades.route == "requests"
-    assert "more than a batch" in grades.route_reason
+    assert "exceeds a batch" in grades.route_reason
     whole = narrow.get("vllm", "float32").grade(ids, programs, score=[5])
     np.testing.assert_allclose(grades.logprobs, whole.logprobs, atol=1e-4)
 

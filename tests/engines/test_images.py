@@ -171,7 +171,7 @@ def test_a_chat_with_an_image_is_the_prompt_that_its_template_makes(seen):
     assert chat.acted == same.acted == {"edits[0]": [2, 3, 4, 5, 8]}
     assert (chat.token_ids, chat.logprobs) == (same.token_ids, same.logprobs)
     assert chat.logprobs != pytest.approx(unedited.logprobs, abs=0.05)
-    with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: role\(\): this chat has images in it"):
+    with pytest.raises(pc.TokensError, match=r"edits\[0\].tokens: role\(\).* images"):
         seen.lm.run(messages=messages, max_tokens=1, edits=[pc.Zero(pc.embed @ pc.role("user"))])
     with pytest.raises(pc.ProgramError, match="images") as refused:
         seen.lm.trace(messages=messages)
@@ -179,23 +179,19 @@ def test_a_chat_with_an_image_is_the_prompt_that_its_template_makes(seen):
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "text"),
+    ("words", "kind", "path", "keyword"),
     [
-        (prompt(30, picture(0)) | {"multi_modal_data": {"video": [1]}}, pc.ProgramError,
-         "prompt: programs act on text and images, and this prompt has video in it: leave out one of them"),
-        ({"prompt": "w9"}, pc.ProgramError, """prompt: a prompt with images has {"image": ...} under """
-         "'multi_modal_data'; without any, give the text or the token ids"),
-        ({"multi_modal_data": {"image": []}}, pc.ProgramError,
-         "prompt: a prompt with images has either 'prompt' or 'prompt_token_ids' in it"),
-        (prompt(30, picture(0)) | {"cache_salt": "x"}, pc.UnknownName,
-         "prompt.cache_salt: unknown part of a prompt with images 'cache_salt'; available: prompt, prompt_token_ids, "
-         "multi_modal_data, mm_processor_kwargs"),
-        (prompt(30, *[picture(0)] * 3), pc.ProgramError, "prompt: vLLM does not take this prompt: "),
-        (prompt(30, picture(0)), pc.TokensError, "capture[0].tokens: image[1]: image out of range"),
-        ("w9 w10", pc.TokensError, "capture[0].tokens: image[1]: the prompt has no image"),
+        (prompt(30, picture(0)) | {"multi_modal_data": {"video": [1]}}, pc.ProgramError, "prompt", "video"),
+        ({"prompt": "w9"}, pc.ProgramError, "prompt", "'multi_modal_data'"),
+        ({"multi_modal_data": {"image": []}}, pc.ProgramError, "prompt", "'prompt_token_ids'"),
+        (prompt(30, picture(0)) | {"cache_salt": "x"}, pc.UnknownName, "prompt.cache_salt", "'cache_salt'"),
+        (prompt(30, *[picture(0)] * 3), pc.ProgramError, "prompt", "vLLM"),
+        (prompt(30, picture(0)), pc.TokensError, "capture[0].tokens", "image[1]"),
+        ("w9 w10", pc.TokensError, "capture[0].tokens", "image[1]"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_such_a_prompt_is_said_before_it_runs(seen, words, kind, text):
+def test_what_is_wrong_with_such_a_prompt_is_said_before_it_runs(seen, words, kind, path, keyword):
     with pytest.raises(kind) as caught:
         seen.lm.run(words, max_tokens=1, capture=[pc.embed @ pc.image[1]])
-    assert str(caught.value).startswith(text)
+    assert caught.value.path == path
+    assert keyword in str(caught.value)

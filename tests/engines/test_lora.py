@@ -258,7 +258,7 @@ def test_what_is_no_adapter_of_the_model_is_its_requests_error_alone(lm, tiny, a
     narrow = with_weights(tmp_path / "narrow", "8b", 3, **{**shape, "intermediate_size": 128})
     wrong = {
         "the model has no model.layers.3": adapter(deep, tmp_path / "a", 1),
-        "down_proj is 256 wide and the adapter 128": adapter(narrow, tmp_path / "b", 1, ("down_proj",)),
+        "down_proj: expected width 256, got 128": adapter(narrow, tmp_path / "b", 1, ("down_proj",)),
         "DoRA": adapter(tiny, tmp_path / "c", 1, use_dora=True),
         "cannot be loaded: SafetensorError": adapter(tiny, tmp_path / "d", 1),
     }
@@ -286,14 +286,14 @@ def test_what_is_asked_wrongly_is_told_before_it_runs(lm, narrow, tiny, adapters
     (broken / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     wide = adapter(tiny, tmp_path / "wide", 1, ("q_proj",), rank=16)
     for given, error, text in (
-        ("/not/here", pc.MissingSource, "lora: expected the folder of a PEFT adapter"),
+        ("/not/here", pc.MissingSource, "/not/here"),
         (
             tmp_path / "empty",
             pc.MissingSource,
-            "has no adapter_config.json and no adapter_model.safetensors, only README",
+            "adapter_config.json and adapter_model.safetensors",
         ),
-        (prefix, pc.ProgramError, "is an adapter of type PREFIX_TUNING; only LORA"),
-        (broken, pc.ProgramError, "adapter_config.json is not an adapter's: KeyError: 'r'"),
+        (prefix, pc.ProgramError, "PREFIX_TUNING"),
+        (broken, pc.ProgramError, "adapter_config.json is not an adapter config: KeyError: 'r'"),
         (wide, pc.CapacityError, "rank 16, above max_lora_rank=8"),
         (7, pc.ProgramError, "lora: expected a path, got int 7"),
         ([adapters["linear"]] * 2, pc.ProgramError, "lora: expected one adapter, or one for each"),
@@ -305,9 +305,7 @@ def test_what_is_asked_wrongly_is_told_before_it_runs(lm, narrow, tiny, adapters
     with pytest.raises(pc.EngineError, match=r"^lora: .*enable_lora=True"):
         narrow.get("vllm", "float32").run("A", max_tokens=1, lora=adapters["linear"], logprobs=True)
     for other in (narrow.get("transformers", "float32"), pc.LM("fake")):
-        with pytest.raises(
-            pc.EngineError, match=r"lora: the \w+ engine runs no LoRA adapters: merge it into the model"
-        ):
+        with pytest.raises(pc.EngineError, match=r"lora: .*merge_and_unload"):
             other.run("A", max_tokens=1, lora=adapters["linear"], logprobs=True)
         assert other.run("A", max_tokens=1, lora=None, logprobs=True).lora is None
 
@@ -324,5 +322,5 @@ def test_targets_are_every_linear_layer(tiny, adapters):
 def test_layers_of_experts_are_refused_by_name(tmp_path):
     """Stock vLLM starts with them on a CPU, and ends at its first step."""
     moe = of_family(tmp_path, "qwen3_moe")
-    with pytest.raises(pc.EngineError, match=r"LoRA \(enable_lora\) with layers of experts does not run on a CPU"):
+    with pytest.raises(pc.EngineError, match=r"LoRA \(enable_lora\) with expert layers"):
         pc.LM(moe, engine="vllm", enable_lora=True, prove=False, **OPTIONS)

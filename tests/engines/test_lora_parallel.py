@@ -96,9 +96,9 @@ def test_what_is_no_adapter_of_the_model_is_told(way, tmp_path):
     narrow = with_weights(tmp_path / "narrow", "8b", 4, num_key_value_heads=4, **{**SHAPE, "intermediate_size": 128})
     wrong = {
         "the model has no model.layers.4": adapter(deep, tmp_path / "a", 1, ("q_proj",)),
-        "down_proj is 256 wide and the adapter 128": adapter(narrow, tmp_path / "b", 1, ("down_proj",)),
-        "up_proj is 256 wide and the adapter 128": adapter(narrow, tmp_path / "c", 1, ("up_proj", "gate_proj")),
-        "wide and the adapter 128": adapter(narrow, tmp_path / "d", 1, ("k_proj",)),  # its keys have four heads
+        "down_proj: expected width 256, got 128": adapter(narrow, tmp_path / "b", 1, ("down_proj",)),
+        "up_proj: expected width 256, got 128": adapter(narrow, tmp_path / "c", 1, ("up_proj", "gate_proj")),
+        "got 128": adapter(narrow, tmp_path / "d", 1, ("k_proj",)),  # its keys have four heads
     }
     runs = lm.run([IDS] * 6, max_tokens=2, lora=[*wrong.values(), adapters["linear"], None], sampling=SAMPLING)
     for text, run in zip(wrong, runs, strict=False):

@@ -125,7 +125,7 @@ def test_a_run_by_its_name_in_the_bank(narrow, engine):
         lm.run(PROMPTS[1], max_tokens=3, edits=named, logprobs=True)
     with pytest.raises(pc.ProgramError, match="'clean run' is a run"):
         lm.run(PROMPTS[1], edits=[pc.Add("clean run", at)], logprobs=True)
-    with pytest.raises(pc.ProgramError, match="names: 'clean run' is a run, which stays with its engine"):
+    with pytest.raises(pc.ProgramError, match="names: 'clean run' is a run"):
         lm.bank.save("nowhere.safetensors")
     del lm.bank["clean run"]
 

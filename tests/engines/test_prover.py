@@ -176,9 +176,7 @@ def test_a_tensor_of_another_width_is_refused_at_load(folder, monkeypatch):
     row = msgspec.structs.replace(right.points["mlp_in"], transformers=Tap(LAYER + ".mlp.down_proj", "in"))
     wrong = msgspec.structs.replace(right, points=right.points | {"mlp_in": row})
     monkeypatch.setattr(tables, "FAMILIES", tuple(wrong if each is right else each for each in tables.FAMILIES))
-    with pytest.raises(
-        ModelError, match=r"mlp_in\[0\] \(model.layers.0.*\) should be 128 wide; its tensor is \[1, 4, 256\]"
-    ):
+    with pytest.raises(ModelError, match=r"mlp_in\[0\] \(model.layers.0.*\): expected width 128, got \[1, 4, 256\]"):
         pc.LM(folder, engine="transformers", **IDS)
 
 
@@ -187,9 +185,7 @@ def test_halves_of_the_stream_that_do_not_match_are_refused(lm, monkeypatch):
     monkeypatch.setattr(runtime.step, "recording", True, raising=False)
     point = lm.sites.resolve(pc.resid_mid[0])[0].point
     where = r"resid_mid\[0\] \(model.layers.0.post_attention_layernorm\)"
-    with pytest.raises(
-        ModelError, match=where + r": the two halves of the stream do not match, \[4, 128\] and \[8, 64\]"
-    ):
+    with pytest.raises(ModelError, match=where + r": .*\[4, 128\] and \[8, 64\]"):
         runtime.apply(point, torch.zeros(4, 128), torch.zeros(8, 64))
 
 

@@ -125,7 +125,7 @@ def test_what_cannot_leave_a_trunk_is_computed_whole_and_says_why(folder, tmp_pa
     edits = [[pc.Zero(pc.resid_post[1], tokens=pc.prompt[p])] for p in range(10, 20)]
     assert all(run.computed_from is not None for run in changed.run([PROMPT] * 10, max_tokens=1, edits=edits))
     assert [finding.status for finding in changed.engine.report()] == ["ok"]
-    assert changed.engine.whole_because.startswith("no prompt was shared by enough runs")
+    assert changed.engine.whole_because.startswith("too few runs share a prompt")
     assert whole.engine.whole_because == 'recompute="all"'
     with changed.engine.computing_whole():
         assert all(run.computed_from is None for run in changed.run([PROMPT] * 10, max_tokens=1, edits=edits))

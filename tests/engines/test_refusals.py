@@ -181,7 +181,9 @@ def test_sizes_that_no_graph_is_recorded_for_are_named():
         return SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes))
 
     told = unrecorded(config([1, 2, 4, 8]), [1, 3, 64])
-    assert told == "active_sizes [3, 64]: vLLM records graphs for steps of [1, 2, 4, 8] tokens here"
+    assert told is not None
+    assert "[3, 64]" in told
+    assert "[1, 2, 4, 8]" in told
     assert unrecorded(config([1, 2, 4, 8]), [1, 8]) is None
     assert unrecorded(config([]), [3]) is None  # on a CPU, or run eagerly: no graphs at all
 
@@ -189,10 +191,10 @@ def test_sizes_that_no_graph_is_recorded_for_are_named():
 @pytest.mark.parametrize(("options", "named"), [
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3,
                              "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]}},
-     r"drafts that are accepted at a given rate"),
+     r".*rejection_sample_method='synthetic'"),
 ])  # fmt: skip
 def test_configurations_that_break_a_guarantee_are_refused(smollm2, options, named):
-    with pytest.raises(pc.EngineError, match=f"patchclamp does not run with {named}.*: "):
+    with pytest.raises(pc.EngineError, match=f"{named}.*: "):
         pc.LM(str(smollm2), engine="vllm", enforce_eager=True, max_model_len=512, **options)
 
 
@@ -224,7 +226,7 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration, monkeypatch
             assert list(refused(config)) == ([] if on_v2 or on_v1 else [named])
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
     drafts.use_multi_module_mtp = lambda: True
-    assert list(refused(config)) == ["MTP by several modules, or Gemma 4's (speculative_config)"]
+    assert list(refused(config)) == ["multi-module MTP, or Gemma 4's (speculative_config)"]
     drafts.use_multi_module_mtp = lambda: False
     config.device_config.device_type = "cpu"
     config.lora_config = object()
@@ -248,8 +250,8 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration, monkeypatch
     config.parallel_config.pipeline_parallel_size = 1
     drafts.rejection_sample_method, drafts.enable_adaptive_verification = "synthetic", True
     assert list(refused(config)) == [
-        "drafts that are accepted at a given rate (rejection_sample_method='synthetic')",
-        "drafts that are shared out on the GPU (enable_adaptive_verification)",
+        "synthetic draft acceptance (rejection_sample_method='synthetic')",
+        "adaptive draft verification (enable_adaptive_verification)",
     ]
 
 
@@ -313,14 +315,14 @@ def test_drafts_are_counted_where_some_are_asked_for():
     ("parallel_config", "enable_batch_sharded_sampling", True, "sharded sampling (enable_batch_sharded_sampling)"),
     ("", "kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector"), "the KV connector 'NixlConnector' (kv_transfer_config)"),
     ("", "kv_transfer_config", SimpleNamespace(kv_connector="ExampleConnector", kv_connector_module_path="mine"),
-     "a KV connector's module of its own (kv_connector_module_path='mine')"),
+     "a custom KV connector module (kv_connector_module_path='mine')"),
     ("cache_config", "kv_offloading_size", 0.5, "KV offloading (kv_offloading_size)"),
     ("", "ec_transfer_config", object(), "encoder caches of other instances (ec_transfer_config)"),
     ("cache_config", "kv_sharing_fast_prefill", True, "KV-sharing fast prefill (kv_sharing_fast_prefill)"),
     ("model_config", "runner_type", "pooling", "pooling models (runner type 'pooling')"),
     ("model_config.hf_config", "is_encoder_decoder", True, "encoder-decoder models"),
-    ("compilation_config", "cache_dir", "/some/where", "a folder of compiled code (compilation_config.cache_dir)"),
-    ("model_config", "sleep_mode_offload_cudagraph", True, "CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)"),
+    ("compilation_config", "cache_dir", "/some/where", "a compile cache folder (compilation_config.cache_dir)"),
+    ("model_config", "sleep_mode_offload_cudagraph", True, "offloading CUDA graphs on sleep (sleep_mode_offload_cudagraph)"),
 ])  # fmt: skip
 def test_every_refused_configuration_is_named(configuration, part, option, value, named):
     """On vLLM's own configuration, so that an option that goes by another name one day is noticed."""
@@ -336,7 +338,7 @@ def test_every_refused_configuration_is_named(configuration, part, option, value
     object.__setattr__(owner, option, value)
     config.model_config.__dict__.pop("is_encoder_decoder", None)
     assert list(refused(config)) == [named]
-    with pytest.raises(pc.EngineError, match=r"patchclamp does not run with .+: .+"):
+    with pytest.raises(pc.EngineError, match=r"patchclamp: .+: .+"):
         check(config)
 
 
@@ -390,7 +392,7 @@ def test_on_a_gpu_code_is_compiled_by_vllm_or_not_at_all(configuration, mode):
 
 def test_code_saved_as_one_piece_is_refused(smollm2, monkeypatch):
     monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
-    with pytest.raises(pc.EngineError, match="does not run with VLLM_USE_MEGA_AOT_ARTIFACT=1: it saves one variant"):
+    with pytest.raises(pc.EngineError, match="VLLM_USE_MEGA_AOT_ARTIFACT=1"):
         pc.LM(str(smollm2), engine="vllm")
     names = ("VLLM_USE_MEGA_AOT_ARTIFACT", "VLLM_ENABLE_V1_MULTIPROCESSING")
     monkeypatch.delenv(names[0])
@@ -416,7 +418,7 @@ def test_an_engine_that_starts_by_itself_saves_traced_graphs(configuration, monk
     save_graphs(config)
     assert os.environ[MEGA] == "0"
     monkeypatch.setenv(MEGA, "1")
-    with pytest.raises(pc.EngineError, match=f"does not run with {MEGA}=1"):
+    with pytest.raises(pc.EngineError, match=f"{MEGA}=1"):
         save_graphs(config)
 
 
@@ -429,7 +431,7 @@ def test_a_compiled_model_without_an_idle_variant_is_refused(narrow, monkeypatch
     monkeypatch.setattr(lm.engine.config.compilation_config, "mode", CompilationMode.VLLM_COMPILE)
     assert lm.engine._call(lambda: lm.engine._ask("started", False)).result() == [None]
     monkeypatch.setitem(lm.engine.config.additional_config["patchclamp"], "numerics", "stock")
-    with pytest.raises(pc.EngineError, match="compiled the model where patchclamp does not see it"):
+    with pytest.raises(pc.EngineError, match="VLLM_USE_AOT_COMPILE"):
         lm.engine._call(lambda: lm.engine._ask("started", False)).result()
 
 
@@ -454,14 +456,14 @@ def test_on_a_gpu_sizes_are_those_that_vllm_llm_chooses(smollm2, monkeypatch, cp
 
 def test_an_engine_sleeps_lightly_or_not_at_all(narrow):
     lm = narrow.get("vllm", "float32")
-    with pytest.raises(pc.EngineError, match="does not run with sleep level 2"):
+    with pytest.raises(pc.EngineError, match="sleep level 2"):
         lm.sleep(2)
     with pytest.raises(pc.EngineError, match="start it with enable_sleep_mode=True"):
         lm.sleep()
     with pytest.raises(pc.EngineError, match="sleep level 2"):  # asked of vLLM itself
         lm.engine._call(lambda: lm.engine._engine.collective_rpc("sleep", args=(2,))).result()
     lm.wake()
-    with pytest.raises(pc.EngineError, match="the transformers engine does not sleep"):
+    with pytest.raises(pc.EngineError, match=r"the transformers engine .*sleep"):
         narrow.get("transformers", "float32").sleep()
     assert lm.run(PROMPTS[0], max_tokens=1, logprobs=True).token_ids
 
@@ -649,8 +651,8 @@ WRONG_SAMPLING = [
     ({"seed": 1.5}, "sampling.seed: "), ({"seed": "a"}, "sampling.seed: "), ({"seed": True}, "sampling.seed: "),
     ({"seed": 2**70}, "sampling.seed: "), ({"logit_bias": {5: "x"}}, "sampling.logit_bias: "),
     ({"logit_bias": [1]}, "sampling.logit_bias: "), ({"logit_bias": {7: float("nan")}}, "sampling.logit_bias[7]: expected a number, got nan"),
-    ({"repetition_detection": 5}, "expected RepetitionDetectionParams of vLLM, got 5"),
-    ({"structured_outputs": {"json": 1}}, "expected StructuredOutputsParams of vLLM, got"),
+    ({"repetition_detection": 5}, "RepetitionDetectionParams, got 5"),
+    ({"structured_outputs": {"json": 1}}, "StructuredOutputsParams, got"),
     ({"skip_reading_prefix_cache": "x"}, "sampling.skip_reading_prefix_cache: "), ({"min_tokens": 1.5}, "sampling.min_tokens: "),
     ({"logit_bias": {(1, 2): 0.5}}, "sampling.logit_bias: "), ({"bad_words": "a"}, "sampling.bad_words: "), ({"stop": (5,)}, "sampling.stop: "),
     ({"temperature": None}, "sampling.temperature: "), ({"stop_token_ids": ["a"]}, "sampling.stop_token_ids: "),

@@ -97,7 +97,7 @@ def test_a_class_that_is_not_understood_says_what_to_do(tmp_path, monkeypatch):
         raise ModelError("no site table for vLLM's NemotronForCausalLM: no stream")
 
     monkeypatch.setattr(architecture, "found_family", not_found)
-    with pytest.raises(ModelError, match=r"no stream\. model_impl=\"transformers\" has"):
+    with pytest.raises(ModelError, match=r"no stream\. .*model_impl=\"transformers\""):
         pc.LM(of_family(tmp_path, "nemotron"), engine="vllm", **IDS, **EAGER)
 
     def not_there(*_):
@@ -112,7 +112,7 @@ def test_a_model_without_keys_and_values_is_for_vllm(tmp_path):
     folder = of_config(
         tmp_path, "rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "context_length": 128}
     )
-    with pytest.raises(ModelError, match=r'RwkvForCausalLM takes no past_key_values: .* engine="vllm" may run it'):
+    with pytest.raises(ModelError, match=r'RwkvForCausalLM .* past_key_values.* engine="vllm"'):
         pc.LM(folder, engine="transformers", **IDS)
 
 

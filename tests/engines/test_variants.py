@@ -63,9 +63,7 @@ def test_a_native_variant_is_refused_with_what_to_do(tmp_path):
 
 def test_a_stream_that_vllm_divides_in_float16_is_refused(tmp_path):
     folder = of_family(tmp_path, "deepseek_v2", routed_scaling_factor=16.0)
-    with pytest.raises(
-        ModelError, match=r"in float16 vLLM divides the stream of deepseek models .*use dtype=\"bfloat16\""
-    ):
+    with pytest.raises(ModelError, match=r"float16 .*deepseek models.*dtype=\"bfloat16\""):
         pc.LM(folder, engine="vllm", **{**IDS, "dtype": "float16"}, **EAGER)
 
 
@@ -79,9 +77,7 @@ def test_how_many_tokens_fit_is_told_by_other_names_or_asked_for(tmp_path):
         assert not lm.sites.withdrawn
     bloom = tmp_path / "bloom"
     BloomForCausalLM(BloomConfig(hidden_size=64, n_head=4, n_layer=2, vocab_size=128)).save_pretrained(bloom)
-    with pytest.raises(
-        ModelError, match=r"\['BloomForCausalLM'\] does not say how many tokens fit: give max_model_len"
-    ):
+    with pytest.raises(ModelError, match=r"\['BloomForCausalLM'\].*max_model_len"):
         pc.LM(str(bloom), engine="transformers", **IDS)
     with pc.LM(str(bloom), engine="transformers", max_model_len=32, **IDS) as lm:
         assert lm.run([3, 4, 5], max_tokens=1, capture=[pc.resid_post], logprobs=True)[pc.resid_post[1]].shape == (
@@ -110,7 +106,7 @@ def test_padding_on_the_right_is_refused_where_it_would_count(tmp_path, name):
     hidden = ["Starcoder2ForCausalLM"] if name == "starcoder2" else []
     with (
         no_table(*hidden),
-        pytest.raises(ModelError, match=rf'lie behind the padding, and this one has {why}.*padding_side="left"'),
+        pytest.raises(ModelError, match=rf'models with {why}.*padding_side="left"'),
     ):
         pc.LM(folder, engine="transformers", padding_side="right", **IDS)
 
@@ -162,7 +158,7 @@ def test_numbers_that_are_not_finite_are_told_of(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "engine", "why"),
     [
-        ("mamba", "transformers", r"\['MambaForCausalLM'\] does not say how many tokens fit: give max_model_len"),
+        ("mamba", "transformers", r"\['MambaForCausalLM'\].*max_model_len"),
     ],
 )  # fmt: skip
 def test_what_has_no_sites_says_so_in_our_words(tmp_path, kind, engine, why):

@@ -197,7 +197,7 @@ def bounded(mode: str, model: str) -> None:
                 status = lm.engine.status()
             told = f"{status['active_graphs']} active sizes; {status['active_graphs_problem']}"
             right = {"all": status["active_graphs"] > 1, "one size": status["active_graphs"] == 1,
-                     "no room": status["active_graphs"] == 0 and "no room" in status["active_graphs_problem"]}  # fmt: skip
+                     "no room": status["active_graphs"] == 0 and "GPU memory" in status["active_graphs_problem"]}  # fmt: skip
             note(mode, f"active graphs: {name}", right[name], told)
         except Exception as error:
             note(mode, f"active graphs: {name}", False, f"{type(error).__name__}: {error}"[:300])

@@ -518,5 +518,5 @@ def _refused(part: str, lm: Any) -> None:
         told = str(lm.run(LOOPS[0], edits=[pc.Apply(lambda rows: rows, pc.resid_post[1])], **_long()).error)
     except pc.PatchclampError as error:
         told = str(error)
-    named = "Apply does not run with speculative decoding" in told
+    named = "Apply is not supported" in told
     note(part, "code is refused by name", named, told[:200])

@@ -57,5 +57,5 @@ def test_attention_is_edited(server, local):
 
 
 def test_a_program_of_another_client_is_told_where_to_read_them(server):
-    with pytest.raises(openai.UnprocessableEntityError, match=r"captured through pc.LM\(url\)"):
+    with pytest.raises(openai.UnprocessableEntityError, match=r"pc.LM\(url\)"):
         complete(server, program(capture=[pc.pattern[2]]), [5, 6, 7], max_tokens=1)

@@ -93,8 +93,8 @@ def test_a_name_is_one_things(server, http):
     assert http.put("/v1/patchclamp/vectors/one", content=vector).status_code == 200
     taken = http.put("/v1/patchclamp/programs/one", json=scale)
     assert taken.status_code == 409
-    assert "'one' is a vector here" in taken.json()["error"]["message"]
-    with pytest.raises(openai.ConflictError, match="'one' is a vector here"):
+    assert "'one' is already a vector" in taken.json()["error"]["message"]
+    with pytest.raises(openai.ConflictError, match="'one' is already a vector"):
         complete(server, program(capture=[pc.embed], run="one"), max_tokens=1)
     complete(server, program(capture=[pc.embed], run="two"), max_tokens=1)
     for kind, body in (("vectors", {"content": vector}), ("programs", {"json": scale})):
@@ -123,8 +123,8 @@ def test_a_program_that_could_never_run_is_not_kept(http):
             "edits[0].at: attn_out[99]: layer is out of range",
         ),
         ([{"type": "scale", "factor": 0, "at": "attn_oot[1]"}], 400, "edits[0].at: unknown site"),
-        ([{"type": "capture", "at": "embed"}], 400, "captures nothing"),
-        ([], 400, "captures nothing"),
+        ([{"type": "capture", "at": "embed"}], 400, "without captures"),
+        ([], 400, "without captures"),
         ([{"type": "apply", "fn": "print", "at": "embed"}], 400, "edits[0].type: unknown op 'apply'"),
     ):
         response = http.put("/v1/patchclamp/programs/wrong", json={"edits": edits})
@@ -154,12 +154,12 @@ def test_a_bank_is_pushed(server, local, http, tmp_path):
         "silent",
         "half",
     }
-    for change, text in [(lambda: bank.push(server.url, api_key="wrong"), "refused 'calm'"),
-                         (lambda: bank.push("http://127.0.0.1:9"), "does not answer")]:  # fmt: skip
+    for change, text in [(lambda: bank.push(server.url, api_key="wrong"), "rejected 'calm'"),
+                         (lambda: bank.push("http://127.0.0.1:9"), "no response")]:  # fmt: skip
         with pytest.raises(pc.EngineError, match=text):
             change()
     bank["late"] = pc.Zero(at=pc.resid_post[99])
-    with pytest.raises(pc.EngineError, match=r"refused 'late'.*resid_post\[99\]"):
+    with pytest.raises(pc.EngineError, match=r"rejected 'late'.*resid_post\[99\]"):
         bank.push(server.url, ["late"], api_key=KEYS[0])
-    with pytest.raises(pc.MissingSource, match="nothing in the bank is named 'nobody'"):
+    with pytest.raises(pc.MissingSource, match="'nobody'"):
         bank.push(server.url, ["nobody"], api_key=KEYS[0])

@@ -358,7 +358,7 @@ def test_errors_are_the_same(lm, local):
 def test_another_key_reads_and_frees_nothing(lm, server):
     run = lm.run("hello", capture=[pc.embed], max_tokens=1)
     with pc.LM(server.url, api_key=KEYS[1]) as other:
-        with pytest.raises(pc.MissingSource, match="of yours"):
+        with pytest.raises(pc.MissingSource, match="this client"):
             other.engine.fetch(run.key, 0)
         other.engine.release([run.key])
         with pytest.raises(pc.MissingSource):
@@ -438,13 +438,13 @@ def test_a_client_needs_neither_vllm_nor_torch_until_it_reads_a_tensor(server):
                 print(error)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
-    assert done.stdout.strip() == "what was captured comes as tensors of PyTorch: pip install torch", done.stderr
+    assert "pip install torch" in done.stdout, done.stderr
 
 
 def test_a_server_that_is_none_of_ours(server):
-    with pytest.raises(pc.ModelError, match="does not answer"):
+    with pytest.raises(pc.ModelError, match="no response"):
         pc.LM("http://127.0.0.1:9", timeout_s=1)
-    with pytest.raises(pc.EngineError, match="leave engine="):
+    with pytest.raises(pc.EngineError, match="engine="):
         pc.LM(server.url, engine="vllm")
     with pytest.raises(pc.UnknownName, match="api_key"):
         pc.LM(server.url, api_kye="x")

@@ -36,7 +36,7 @@ def test_it_is_one_small_file_that_asks_this_server_alone(server: Server):
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_what_a_reader_does_in_a_browser(server: Server, tmp_path):
     with browser(tmp_path, f"{server.url}/patchclamp") as page:
-        assert page.becomes(text("sweep-said"), "this server wants an API key: put it in above")
+        assert page.becomes(text("sweep-said"), "this server requires an API key: enter it above")
         page.run(f"key.value = {json.dumps(KEYS[0])}; key.dispatchEvent(new Event('change'))")
         assert page.becomes("document.getElementById('model').textContent.includes('layers of')", True)
         page.run("document.querySelector('#sweep [name=sites]').value = 'resid_pre, mlp_out'")

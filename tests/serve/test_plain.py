@@ -89,7 +89,7 @@ def test_a_chat_with_fuzzing(plain, local):
 @pytest.mark.parametrize(
     ("options", "status", "text"),
     [
-        (dict(stream=True), 400, "not streamed"), (dict(n=2, temperature=1), 400, "n=1"),
+        (dict(stream=True), 400, "stream"), (dict(n=2, temperature=1), 400, "n=1"),
         (dict(prompt=[PROMPT, "Another"]), 400, "one prompt"), (dict(run="mine"), 400, "cannot name its run"),
         (dict(compare=True), 400, "compare"), (dict(edits=[{"type": "zero", "at": "attn_oot"}]), 400, "attn_out"),
         (dict(edits=[{"type": "zero", "at": "attn_out[99]"}]), 422, "8 layers"),

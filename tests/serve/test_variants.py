@@ -67,11 +67,11 @@ def test_a_mix_of_programs_is_a_model(server, local, calm):
     ]  # fmt: skip
     chunks = list(ask(server, f"{server.model}:{mix}", stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == run.text
-    with pytest.raises(openai.NotFoundError, match="no program 'angry'"):
+    with pytest.raises(openai.NotFoundError, match="'angry'"):
         ask(server, f"{server.model}:0.5 calm + angry")
     with pytest.raises(openai.BadRequestError, match=r"expected \+, - or @ SELECTION, got '2 calm' at character 9"):
         ask(server, f"{server.model}:0.5 calm 2 calm")
-    with pytest.raises(openai.NotFoundError, match="no program 'calm'"):
+    with pytest.raises(openai.NotFoundError, match="program 'calm'"):
         ask(server, f"{server.model}:2 calm", key="another-key")
 
 
@@ -98,7 +98,7 @@ def test_a_variants_edits_come_first(server, local, calm):
     fuzzed = local.run(PROMPT, max_tokens=6, edits=[STEERED, pc.Noise(0.5, at=pc.embed, relative=True, seed=3)])
     response = ask(server, calm, {"vllm_xargs": {"fuzz_strength": 0.5, "fuzz_seed": 3}})
     assert response.choices[0].text == fuzzed.text
-    with pytest.raises(openai.BadRequestError, match=r"edits\[1\].*the first 1 edits are the model's"):
+    with pytest.raises(openai.BadRequestError, match=r"edits\[1\].*the first 1 edits"):
         ask(server, calm, program([pc.Add([1.0], at=pc.embed)]))
 
 
@@ -108,7 +108,7 @@ def test_models_lists_the_variants_of_their_owner_alone(server, calm):
     assert mine[1].model_extra["parent"] == server.model
     assert mine[1].model_extra["max_model_len"] == mine[0].model_extra["max_model_len"] == 512
     assert [card.id for card in others] == [server.model]
-    with pytest.raises(openai.NotFoundError, match="no program 'calm'"):
+    with pytest.raises(openai.NotFoundError, match="program 'calm'"):
         ask(server, calm, key="another-key")
 
 

@@ -70,7 +70,7 @@ def test_what_is_made_anew_is_named(path):
     PATHS[path](values)
     with pytest.raises(AddressMoved) as caught:
         compare(then, seen(values), "4 tokens")
-    assert str(caught.value).endswith(f"than this step filled. changed: {path}")
+    assert str(caught.value).endswith(f" changed: {path}")
     assert isinstance(caught.value, EngineError)
 
 
@@ -81,7 +81,8 @@ def test_what_is_missing_or_more_is_named():
     with pytest.raises(AddressMoved) as caught:
         compare(dict.fromkeys(then, 0), dict.fromkeys(seen(values), 0), "8 tokens")
     told = "missing: slots.first, slots.second; added: kwargs['embeds']"
-    assert str(caught.value) == f"the CUDA graph of 8 tokens reads other memory than this step filled. {told}"
+    assert "the CUDA graph of 8 tokens" in str(caught.value)
+    assert str(caught.value).endswith(f" {told}")
 
 
 def test_it_is_asked_for_in_the_environment(monkeypatch):

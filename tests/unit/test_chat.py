@@ -55,20 +55,20 @@ def test_each_message_is_where_the_template_puts_it(name, chat):
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_template_that_changes_messages_is_refused(name):
     messages = [{"role": "user", "content": "a k b"}, {"role": "user", "content": "kind"}]
-    with pytest.raises(pc.TokensError, match="chat template changes messages"):
+    with pytest.raises(pc.TokensError, match=r"role\(\).*template"):
         find_turns(render(CHANGED[name]), letters, messages)
 
 
 def test_a_prompt_that_is_not_the_chats_is_refused():
     messages = [{"role": "user", "content": "hello"}]
-    with pytest.raises(pc.TokensError, match="not spelled as its chat"):
+    with pytest.raises(pc.TokensError, match=r"role\(\).*differs"):
         find_turns(render(TEMPLATES["chatml"]), lambda text: letters(text + "!"), messages)
 
 
 def test_a_chat_with_an_image_has_no_roles_and_the_image_is_not_remembered():
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is it"}, url]}]
-    with pytest.raises(pc.TokensError, match="this chat has images in it"):
+    with pytest.raises(pc.TokensError, match=r"role\(\).*images"):
         find_turns(render(TEMPLATES["chatml"]), letters, messages)
     assert has_images(messages)
     assert not has_images([{"role": "user", "content": [{"type": "text", "text": "what"}]}, {"role": "assistant"}])
@@ -76,7 +76,7 @@ def test_a_chat_with_an_image_has_no_roles_and_the_image_is_not_remembered():
     assert kept.messages == [
         {"role": "user", "content": [{"type": "text", "text": "what is it"}, {"type": "image_url"}]}
     ]
-    with pytest.raises(pc.TokensError, match="this chat has images in it"):
+    with pytest.raises(pc.TokensError, match=r"role\(\).*images"):
         find_turns(render(TEMPLATES["chatml"]), letters, kept.messages)
 
 

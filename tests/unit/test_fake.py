@@ -491,7 +491,7 @@ def test_a_span_finds_its_tokens(lm):
 
 def test_images_are_refused_with_what_takes_them(lm):
     """Of a prompt or of a chat, and an image is selected in no prompt without one."""
-    words = "the fake engine takes prompts of text alone; engine='vllm' reads images"
+    words = "the fake engine supports only text prompts; engine='vllm' supports images"
     picture = {"prompt": "the cat", "multi_modal_data": {"image": object()}}
     seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]
     for asked, path in (({"prompt": picture}, "prompt"), ({"prompt": ["the cat", picture]}, "prompt[1]"),
@@ -593,10 +593,10 @@ def test_an_answer_is_a_text_or_a_token_id(lm, answer):
 def test_what_the_fake_cannot_do_is_an_engine_error(lm, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"r": 4}')
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(pc.EngineError, match="lora: the fake engine runs no LoRA adapters: merge it into the model"):
+    with pytest.raises(pc.EngineError, match=r"lora: the fake engine .*merge_and_unload"):
         lm.run(EIFFEL, lora=tmp_path)
     for change in (lm.sleep, lm.wake):
-        with pytest.raises(pc.EngineError, match="the fake engine does not sleep; vLLM on a GPU does"):
+        with pytest.raises(pc.EngineError, match=r"the fake engine .*sleep"):
             change()
     assert lm.engine.report() == []
     assert not lm.engine.remote

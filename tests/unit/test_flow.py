@@ -180,9 +180,9 @@ def test_the_client_holds_what_arrives_once(rows):
 def test_an_answer_that_is_none_is_an_error():
     pieces, _ = answer(1, 5)
     data = b"".join(pieces)
-    for fed, text in ((data[:-1], "broke off"), (data[:20], "broke off"), (b"", "broke off"), (data + b"x", "more bytes"),
-                      (safetensors.numpy.save({"x": np.ones(2)}), "not what was asked"),
-                      (b"\x05\0\0\0\0\0\0\0nojsn", "not what was asked")):  # fmt: skip
+    for fed, text in ((data[:-1], "truncated"), (data[:20], "truncated"), (b"", "truncated"), (data + b"x", "more bytes"),
+                      (safetensors.numpy.save({"x": np.ones(2)}), "do not match"),
+                      (b"\x05\0\0\0\0\0\0\0nojsn", "do not match")):  # fmt: skip
         with pytest.raises(pc.EngineError, match=text):
             taken(fed)
 

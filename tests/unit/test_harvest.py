@@ -345,7 +345,7 @@ def test_a_part_is_one_processs(lm, documents, tmp_path):
     shutil.rmtree(folder / "shard-0000-00000")
     (folder / "part-0000.open").mkdir()
     held = Journal(folder / "part-0000.open" / "ledger").open(f"{folder.name}, part 0")
-    with pytest.raises(NameTaken, match="ledger is being written by another"):
+    with pytest.raises(NameTaken, match="ledger is in use"):
         make(lm, documents, tmp_path)
     held.close()
     assert make(lm, documents, tmp_path).complete

@@ -146,7 +146,7 @@ def test_a_closed_journal_is_one_file(path):
 
 def test_two_writers_do_not_have_one_file(path):
     def refused(where: Path) -> None:
-        with pytest.raises(NameTaken, match="is being written by another") as raised:
+        with pytest.raises(NameTaken, match="in use") as raised:
             Journal(where).open(MADE)
         assert raised.value.status == 409
         code = f"from patchclamp.store.journal import Journal; Journal({str(where)!r}).open({MADE!r})"
@@ -174,7 +174,7 @@ def test_two_writers_do_not_have_one_journal_in_memory():
     threading.Timer(0.1, waiting.close).start()
     waiting.open(MADE)
     kept.close()
-    with pytest.raises(ProgramError, match="another study"):
+    with pytest.raises(ProgramError, match="different study"):
         kept.open("other")
     assert kept.open(MADE).take(float) == [1.0]
 
@@ -373,7 +373,7 @@ def test_other_files_are_refused_and_kept(path):
 def test_another_computations_file_is_refused_and_kept(path):
     written(path).close()
     data = path.read_bytes()
-    with pytest.raises(ProgramError, match="/j was made by another study"):
+    with pytest.raises(ProgramError, match="/j belongs to a different study"):
         known(path, "other")
     assert path.read_bytes() == data
     assert known(path) == WHOLE

@@ -44,7 +44,7 @@ def test_an_owners_bank_is_its_own():
     kept.put("b", "vector", "calm", Vector.of([9.0]))
     kept.delete("b", "vector", "calm")
     assert kept.entry("a", "vector", "calm") == ROW
-    with pytest.raises(MissingSource, match=r"no vector 'clam' \(did you mean 'calm'\?\)"):
+    with pytest.raises(MissingSource, match=r"unknown vector 'clam' \(did you mean 'calm'\?\)"):
         kept.entry("a", "vector", "clam")
     with pytest.raises(MissingSource):
         kept.entry("a", "program", "calm")
@@ -65,9 +65,9 @@ def test_a_run_that_another_process_reads_knows_where_its_images_were(lm):
 def test_a_name_is_of_one_kind():
     kept = KeptObjects()
     kept.put("a", "vector", "x", ROW)
-    with pytest.raises(NameTaken, match="'x' is a vector here"):
+    with pytest.raises(NameTaken, match=r"'x' .* vector"):
         kept.put("a", "program", "x", HALF)
-    with pytest.raises(NameTaken, match="'x' is a vector here"):
+    with pytest.raises(NameTaken, match=r"'x' .* vector"):
         kept.check_free("a", "x", "run")
     kept.check_free("b", "x", "run")
     kept.delete("a", "vector", "x")
@@ -79,12 +79,12 @@ def test_a_bank_is_bounded_in_names_and_bytes():
     kept = KeptObjects(ServeLimits(bank_names=2, named_bytes=40))
     kept.put("a", "vector", "x", ROW)
     kept.put("a", "vector", "y", ROW)
-    with pytest.raises(CapacityError, match=r"names in the bank: 1 more, 0 of 2 left.*limit bank_names"):
+    with pytest.raises(CapacityError, match=r"1 more .* 0 of 2 left.*limit bank_names"):
         kept.put("a", "vector", "z", Vector.of([1.0]))
     kept.put("a", "vector", "y", Vector.of([1.0] * 6))  # in place of 16 bytes
     assert kept.named_bytes("a") == 40
     kept.delete("a", "vector", "x")
-    with pytest.raises(CapacityError, match=r"bytes of the bank: 20 more, 16 of 40 left.*limit named_bytes"):
+    with pytest.raises(CapacityError, match=r"20 more .* 16 of 40 left.*limit named_bytes"):
         kept.put("a", "vector", "x", Vector.of([1.0] * 5))
     kept.put("b", "vector", "x", ROW)
     assert kept.named_bytes("b") == 16
@@ -102,13 +102,13 @@ def test_runs_are_bounded_in_number_bytes_and_time(lm):
         kept.keep("a", "third", runs[2])
     kept.keep("b", "third", runs[2])
     now[0] = 11.0
-    with pytest.raises(Gone, match="first is no more: nobody asked for it in 10 seconds"):
+    with pytest.raises(Gone, match=r"first .* 10 seconds"):
         kept.run("a", "first")
     assert runs[0].closed
     assert not runs[1].closed
     assert list(kept.runs("a")) == ["second"]
     tight = KeptObjects(ServeLimits(run_bytes=size - 1))
-    with pytest.raises(CapacityError, match=r"bytes that run x captured.*limit run_bytes"):
+    with pytest.raises(CapacityError, match=r"run x.*limit run_bytes"):
         tight.keep("a", "x", runs[1])
     assert tight.runs("a") == {}
 
@@ -138,14 +138,12 @@ def test_a_run_that_went_along_is_let_go_unless_another_has_its_name(lm):
     assert kept.run("a", "x") is second
     kept.let_go("a", "x", second)
     assert second.closed
-    with pytest.raises(Gone, match="went along"):
+    with pytest.raises(Gone, match="returned with its answer"):
         kept.run("a", "x")
 
 
 def test_a_request_over_a_limit_is_told_which():
-    with pytest.raises(
-        TooLarge, match=r'ops: 5, and this server takes at most 4 \(limit program_ops; .*"serve"'
-    ) as told:
+    with pytest.raises(TooLarge, match=r'at most 4, got 5 \(limit program_ops; .*"serve"') as told:
         ServeLimits(program_ops=4).check("program_ops", 5, "ops")
     assert told.value.status == 413
     ServeLimits(openai_body_bytes=None).check("openai_body_bytes", 1 << 60, "bytes")
@@ -158,7 +156,7 @@ def test_a_request_over_a_limit_is_told_which():
     "name", ["", ".", "..", "../x", "a/b", "a\\b", "a\0b", "x" * 65, "a b", "é", "a\n", ".a", "-a", 3, None]
 )
 def test_a_name_cannot_be_a_path(name):
-    with pytest.raises(ProgramError, match="a name has up to 64"):
+    with pytest.raises(ProgramError, match="up to 64"):
         check_name(name, "run")
 
 
@@ -196,7 +194,7 @@ NAN = struct.pack("<f", float("nan"))
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "ends before"), (b"\xff" * 8, "header"), (struct.pack("<Q", 1 << 62), "header"),
+        (b"", "within its header"), (b"\xff" * 8, "header"), (struct.pack("<Q", 1 << 62), "header"),
         (file(b" " * (MAX_HEADER_BYTES + 1)), "header"), (file(b"[" * 100_000), "safetensors"),
         (file(b"\xff\xfe"), "safetensors"), (file({}), "got 0"),
         (file({f"x{i}": one()["x"] for i in range(1000)}, FLOAT), "got 1000"),
@@ -208,7 +206,7 @@ NAN = struct.pack("<f", float("nan"))
         (file(one(shape=[])), "got \\[\\]"), (file(one(shape=[0], offsets=[0, 0])), "not empty"),
         (file(one(shape=[1] * 100_000), FLOAT), "got \\[1, 1"), (file(one(shape=[-1]), FLOAT), "got \\[-1"),
         (file(one(means="[" * 10_000), FLOAT), "safetensors"), (file(one(means='{"y": ["embed"]}'), FLOAT), "metadata"),
-        (file(one(programs="{}"), FLOAT), "metadata"), (file(one(means='{"x": ["embed", "embed"]}'), FLOAT), "means of"),
+        (file(one(programs="{}"), FLOAT), "metadata"), (file(one(means='{"x": ["embed", "embed"]}'), FLOAT), "means"),
     ],
 )  # fmt: skip
 def test_a_file_that_lies_is_refused(data, text):
@@ -240,13 +238,13 @@ def test_any_bytes_are_a_vector_or_refused(noise, cut):
 def test_what_another_process_dropped_is_gone_here_too(lm):
     kept = KeptObjects()
     kept.hear(Note("a", "x", "gone", "other", b"it was deleted"), lm)
-    with pytest.raises(Gone, match="x is no more: it was deleted"):
+    with pytest.raises(Gone, match=r"x .*deleted"):
         kept.run("a", "x")
     kept.hear(Note("a", "calm", "vector", "other", to_bytes("calm", ROW)), lm)
     assert kept.named_bytes("a") == 16
     kept.hear(Note("a", "calm", "gone", "other", b"it was deleted"), lm)
     assert (kept.named_bytes("a"), kept.entries("a", "vector")) == (0, {})
-    with pytest.raises(MissingSource, match="there is no run calm"):
+    with pytest.raises(MissingSource, match="run calm"):
         kept.run("a", "calm")
 
 
@@ -260,7 +258,7 @@ class TestSweeps:
         journals.start("a", "y")
         with pytest.raises(CapacityError, match="kept_sweeps"):
             journals.start("a", "z")
-        with pytest.raises(ProgramError, match="resume: a name has"):
+        with pytest.raises(ProgramError, match=r"resume: .*up to 64"):
             journals.start("a", "a/b")
         journals.end("a", "y")  # nothing was computed: it takes no room
         now[0] = 11.0
@@ -273,7 +271,7 @@ class TestSweeps:
         assert journals.start("a", "x") is first
         assert np.array(first.open("made").take(float)).tobytes() == np.array([1.0, np.nan]).tobytes()
         first.close()
-        with pytest.raises(ProgramError, match="was made by another study"):
+        with pytest.raises(ProgramError, match="different study"):
             first.open("other")
         journals.end("a", "x")
         now[0] = 40.0

@@ -80,11 +80,11 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
     for i in range(5):
         bank[f"tree {i}"] = [pc.Use(f"tree {i - 1}") if i else pc.Zero(pc.embed)] * 10
     for rows in ({}, {"embed": np.ones(D)}, {"embed": pc.Vector.of(np.ones((2, D)))}):
-        with pytest.raises(pc.ShapeError, match="means are vectors"):
+        with pytest.raises(pc.ShapeError, match="one or more sites"):
             Means(rows)
     bank["means"] = Means({lm.sites.label(0): pc.Vector.of(np.ones(D))})
     for edit, kind, text in (
-        (pc.Add("vectr", pc.embed), pc.MissingSource, r"edits\[0\].value: nothing in the bank is named 'vectr' \(did you"),
+        (pc.Add("vectr", pc.embed), pc.MissingSource, r"edits\[0\].value: unknown bank entry 'vectr' \(did you"),
         (pc.Add("short", pc.embed), pc.ShapeError, r"edits\[0\].value: .*embed, got \[3\]"),
         (pc.Add("ends", pc.embed), pc.ProgramError, r"edits\[0\].value: .*pc.Use\('ends'\)"),
         (pc.Add("rows", pc.embed), pc.ShapeError, r"edits\[0\].value: .*got 2 rows"),
@@ -92,12 +92,12 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
         (pc.Ablate("none", pc.embed), pc.ShapeError, r"edits\[0\].directions: .*zeros"),
         (pc.Clamp("rows", pc.embed, low=0), pc.ShapeError, r"edits\[0\].direction: expected one row \[D\]"),
         (pc.Use("vector"), pc.ProgramError, r"edits\[0\].name: expected a program, got Vector 'vector'"),
-        (pc.Use("gone"), pc.MissingSource, r"edits\[0\].name: nothing in the bank is named 'gone'"),
+        (pc.Use("gone"), pc.MissingSource, r"edits\[0\].name: unknown bank entry 'gone'"),
         (pc.Use("loop"), pc.ProgramError, r"edits\[0\].loop\[0\].name: loop uses loop: a program cannot use itself"),
         (pc.Use("ends", scale=2), pc.ProgramError, r"edits\[0\].scale: .*Zero"),
         (pc.Use("chain 0"), pc.ProgramError, r"name: .*16"),
         (pc.Use("tree 4"), pc.ProgramError, r"name: .*10000"),
-        (pc.Use("deep"), pc.MissingSource, r"edits\[0\].deep\[1\].name: nothing in the bank is named 'short-sighted'"),
+        (pc.Use("deep"), pc.MissingSource, r"edits\[0\].deep\[1\].name: unknown bank entry 'short-sighted'"),
     ):  # fmt: skip
         with pytest.raises(kind, match=text):
             lm.run(PROMPTS[0], edits=[edit])
@@ -115,7 +115,7 @@ def test_what_is_not_there_or_does_not_fit_is_said(lm):
         bank.mean("x", [], pc.embed)
     with pytest.raises(pc.MissingSource, match="was not captured"):
         bank.mean("x", [lm.run(PROMPTS[0], capture=[pc.embed])], pc.resid_mid)
-    with pytest.raises(pc.ProgramError, match="selects no position"):
+    with pytest.raises(pc.ProgramError, match=r"tokens: .*embed"):
         bank.mean("x", [lm.run(PROMPTS[0], capture=[pc.embed @ pc.prompt[0]])], pc.embed, pc.prompt[1])
     assert "x" not in bank
 
@@ -177,8 +177,8 @@ def test_an_entry_with_code_is_named_when_it_cannot_be_written(tmp_path):
     with pytest.raises(pc.ProgramError) as caught:
         bank.save(tmp_path / "bank.safetensors")
     assert caught.value.path == "names"
-    assert "'mood'" in caught.value.message
-    assert "edits[1]: Apply" in caught.value.message
+    assert "'mood'" in str(caught.value)
+    assert "edits[1]" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     bank.save(tmp_path / "bank.safetensors", ["fine"])
     assert NamedBank().load(tmp_path / "bank.safetensors") == ["fine"]

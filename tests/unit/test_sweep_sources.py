@@ -82,12 +82,12 @@ def test_another_mask_of_the_same_name_is_another_question(lm, tmp_path: Path):
     again = patch_sweep(lm, **ASKED, mask="m", resume=tmp_path / "j")
     assert again.values.tobytes() == first.values.tobytes()
     lm.bank["m"] = np.linspace(0, 1, width, dtype=np.float32)
-    with pytest.raises(pc.ProgramError, match="another study"):
+    with pytest.raises(pc.ProgramError, match="different study"):
         patch_sweep(lm, **ASKED, mask="m", resume=tmp_path / "j")
     changed = patch_sweep(lm, **ASKED, mask="m")
     assert not np.array_equal(changed.values, first.values)
     assert "weighted" in changed.source
-    with pytest.raises(pc.MissingSource, match="mask: nothing in the bank"):
+    with pytest.raises(pc.MissingSource, match="mask: unknown bank entry"):
         patch_sweep(lm, **ASKED, mask="none")
 
 

@@ -168,14 +168,14 @@ def test_generated_tokens_of_a_clone(lm, v):
 
 WRONG = {  # what is done, and what is said of it, at that line
     "a row that is not there": (lambda h: h.__setitem__(99, 0), pc.TokensError, "position 99"),
-    "a row of a vector that is too short": (lambda h: h.__setitem__(0, torch.ones(3)), pc.ShapeError, "is 16 wide"),
+    "a row of a vector that is too short": (lambda h: h.__setitem__(0, torch.ones(3)), pc.ShapeError, "width 16"),
     "too few rows": (lambda h: h.__setitem__(slice(0, 3), torch.ones(2, D)), pc.ShapeError, r"\(3\), got 2"),
     "text": (lambda h: h.__setitem__(0, "x"), pc.ProgramError, "expected a number or a vector"),
-    "a part of a part": (lambda h: h[2:4].__setitem__(0, 0), pc.ProgramError, "in one pair of brackets"),
-    "no mask": (lambda h: h.__imul__(1e-5 * torch.ones(D)), pc.ProgramError, "by one vector that is a mask"),
-    "a product": (lambda h: h.__imul__(h), pc.ProgramError, "times another cannot be part of a program"),
-    "a number by number": (lambda h: h.__itruediv__(0), pc.ProgramError, "divided by zero"),
-    "a changed part read": (lambda h: (h.__setitem__(0, 0), h[1] * 2), pc.ProgramError, "index first, and clone then"),
+    "a part of a part": (lambda h: h[2:4].__setitem__(0, 0), pc.ProgramError, "brackets"),
+    "no mask": (lambda h: h.__imul__(1e-5 * torch.ones(D)), pc.ProgramError, "mask"),
+    "a product": (lambda h: h.__imul__(h), pc.ProgramError, "times another"),
+    "a number by number": (lambda h: h.__itruediv__(0), pc.ProgramError, "by zero"),
+    "a changed part read": (lambda h: (h.__setitem__(0, 0), h[1] * 2), pc.ProgramError, "index first"),
 }  # fmt: skip
 
 
@@ -195,12 +195,12 @@ def test_what_is_wrong_with_a_clone_is_said_at_its_line(lm, what):
 def test_rows_of_a_part_are_numbered_from_its_first(lm):
     with lm.trace(EIFFEL, max_tokens=3) as t:
         h = t.layers[1].output[1:4].clone()
-        with pytest.raises(pc.TokensError, match=r"has 3 rows, 0 to 2, not 3"):
+        with pytest.raises(pc.TokensError, match=r"row 3 is out of range .* 3 rows"):
             h[3] = 0
-        with pytest.raises(pc.TokensError, match="none of them is in"):
+        with pytest.raises(pc.TokensError, match="none of the 3 rows"):
             h[3:] = 0
         h[2] = 0
-        with pytest.raises(pc.ShapeError, match=r"has 3 rows, and .* 2"):
+        with pytest.raises(pc.ShapeError, match=r"has 3, .* has 2"):
             t.layers[2].output[0:2] = h
         with pytest.raises(pc.ShapeError, match=r"token\(3\)"):
             t.layers[2].output[pc.token(3)] = h

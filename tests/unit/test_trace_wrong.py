@@ -43,7 +43,7 @@ IN_A_LINE = {
     # what is not known before the trace has run
     "a branch on a value": (lambda t: "yes" if t.layers[1].output[-1] > 0 else "no", E, "a comparison needs a number"),
     "the truth of a value": (lambda t: bool(t.layers[1].output[-1]), E, "`if`, `and`, `or` and `not` need a number"),
-    "the truth of a sum": (lambda t: not (t.layers[1].output[-1] + 1), E, "second one if need be"),
+    "the truth of a sum": (lambda t: not (t.layers[1].output[-1] + 1), E, "save the value"),
     "float()": (lambda t: float(t.layers[1].output[-1]), E, r"float\(\) needs a number"),
     "int()": (lambda t: int(t.layers[1].output[-1]), E, r"int\(\) needs a number"),
     "len()": (lambda t: len(t.layers[1].output), E, r"len\(\) needs a number"),
@@ -55,50 +55,50 @@ IN_A_LINE = {
     "a saved value": (lambda t: t.layers[1].output.save().sum(), E, "save it and compute after the trace"),
     "a saved value's truth": (lambda t: bool(t.layers[1].output.save()), E, "need a number"),
     "a saved value's shape": (lambda t: t.layers[1].output.save().shape, E, "no 'shape'"),
-    "a saved value's row": (lambda t: t.layers[1].output.save()[-1], E, "has no numbers before the trace ends"),
-    "a saved value in torch": (lambda t: torch.softmax(t.logits.save(), -1), E, "torch's softmax cannot be part"),
-    "a copy of a saved value": (lambda t: torch.tensor(t.embed.save()), E, "cannot be copied into another tensor"),
-    "a tensor of a saved value": (lambda t: torch.Tensor(t.embed.save()), E, "cannot be copied into another tensor"),
-    "torch's old tensors": (lambda t: torch.FloatTensor(t.embed.save()), E, "cannot be copied into another tensor"),
-    "a saved value in a list": (lambda t: torch.tensor([t.embed.save()]), E, "a number, and inside the trace there is none"),
-    "a saved value's row written": (lambda t: put(t.embed.save(), -1, 0), E, "has no numbers before the trace ends"),
-    "a format": (lambda t: f"{t.embed[-1]:.2f}", E, "the format '.2f' needs a number"),
-    "a saved value's format": (lambda t: f"{t.embed[-1].save():.2f}", E, "the format '.2f' needs a number"),
-    "a cache": (lambda t: t.cache(pc.resid_post)["resid_post[1]"], E, "nothing before the trace ends"),
+    "a saved value's row": (lambda t: t.layers[1].output.save()[-1], E, "until the trace ends"),
+    "a saved value in torch": (lambda t: torch.softmax(t.logits.save(), -1), E, "torch's softmax"),
+    "a copy of a saved value": (lambda t: torch.tensor(t.embed.save()), E, "into another tensor"),
+    "a tensor of a saved value": (lambda t: torch.Tensor(t.embed.save()), E, "into another tensor"),
+    "torch's old tensors": (lambda t: torch.FloatTensor(t.embed.save()), E, "into another tensor"),
+    "a saved value in a list": (lambda t: torch.tensor([t.embed.save()]), E, "a number"),
+    "a saved value's row written": (lambda t: put(t.embed.save(), -1, 0), E, "until the trace ends"),
+    "a format": (lambda t: f"{t.embed[-1]:.2f}", E, "format '.2f'"),
+    "a saved value's format": (lambda t: f"{t.embed[-1].save():.2f}", E, "format '.2f'"),
+    "a cache": (lambda t: t.cache(pc.resid_post)["resid_post[1]"], E, "until the trace ends"),
     "the run": (lambda t: t.run, E, "has not run yet"),
     "the text": (lambda t: t.text, E, "has not run yet"),
     # what a program cannot compute
-    "a product of values": (lambda t: t.layers[1].output * t.layers[0].output, E, "times another cannot be part of a"),
-    "a product in place": (lambda t: t.layers[1].output.__imul__(t.embed), E, "times another cannot be part of a"),
-    "a quotient of values": (lambda t: t.layers[1].output / t.embed, E, "divided by another cannot be part"),
-    "a reciprocal": (lambda t: 1 / t.layers[1].output, E, "a number divided by a value"),
-    "division by zero": (lambda t: t.layers[1].output / 0, E, "divided by zero"),
-    "a power": (lambda t: t.layers[1].output ** 2, E, "a power cannot be part of a program"),
-    "a matrix product": (lambda t: t.layers[1].output @ torch.eye(16), E, "a matrix product cannot be part"),
-    "a matrix product from the left": (lambda t: torch.eye(16) @ t.layers[1].output[-1], E, "torch's matmul cannot be"),
-    "torch's function": (lambda t: torch.relu(t.layers[1].output), E, r"torch's relu cannot .* \.apply\(fn\)"),
-    "torch.where": (lambda t: torch.where(V > 0, t.embed, 0.0), E, "torch's where cannot"),
-    "torch.cat": (lambda t: torch.stack([t.embed[0], t.embed[1]]), E, "torch's stack cannot"),
-    "a method of tensors": (lambda t: t.layers[1].output.norm(dim=-1), E, "no 'norm'; it has save, shape, clone"),
-    "a method in place": (lambda t: t.layers[1].output[-1].add_(V), E, r"written with `\+= value`"),
-    "a fill in place": (lambda t: t.layers[1].output[-1].zero_(), E, r"written with `\[...\] = 0`"),
+    "a product of values": (lambda t: t.layers[1].output * t.layers[0].output, E, "times another"),
+    "a product in place": (lambda t: t.layers[1].output.__imul__(t.embed), E, "times another"),
+    "a quotient of values": (lambda t: t.layers[1].output / t.embed, E, "divided by another"),
+    "a reciprocal": (lambda t: 1 / t.layers[1].output, E, "a number divided by"),
+    "division by zero": (lambda t: t.layers[1].output / 0, E, "by zero"),
+    "a power": (lambda t: t.layers[1].output ** 2, E, "a power"),
+    "a matrix product": (lambda t: t.layers[1].output @ torch.eye(16), E, "a matrix product"),
+    "a matrix product from the left": (lambda t: torch.eye(16) @ t.layers[1].output[-1], E, "torch's matmul"),
+    "torch's function": (lambda t: torch.relu(t.layers[1].output), E, r"torch's relu .*\.apply\(fn\)"),
+    "torch.where": (lambda t: torch.where(V > 0, t.embed, 0.0), E, "torch's where"),
+    "torch.cat": (lambda t: torch.stack([t.embed[0], t.embed[1]]), E, "torch's stack"),
+    "a method of tensors": (lambda t: t.layers[1].output.norm(dim=-1), E, "no 'norm'.*save, shape, clone"),
+    "a method in place": (lambda t: t.layers[1].output[-1].add_(V), E, r"`\+= value`"),
+    "a fill in place": (lambda t: t.layers[1].output[-1].zero_(), E, r"`\[...\] = 0`"),
     "a clamp by element": (lambda t: t.layers[1].output.clamp(-1, 1), E, "did you mean 'clamp_along'"),
     "a plain tensor changed": (lambda t: V.clone().__setitem__(0, t.embed[0]), E, "write into the model"),
-    "a plain tensor added to": (lambda t: V.clone().__iadd__(t.embed[0]), E, "write x = x \\+ value"),
-    "a vector that is no mask": (lambda t: t.layers[1].output.__imul__(1e-5 * V), E, "by one vector that is a mask"),
+    "a plain tensor added to": (lambda t: V.clone().__iadd__(t.embed[0]), E, "use x = x \\+ value"),
+    "a vector that is no mask": (lambda t: t.layers[1].output.__imul__(1e-5 * V), E, "mask"),
     "another's read times a vector": (lambda t: put(t.layers[1].output, -1, t.embed[0] * V), E, "times a vector"),
     "complex numbers": (lambda t: put(t.layers[1].output, -1, V * 1j), S, "expected real numbers"),
     "a complex number": (lambda t: t.layers[1].output.__iadd__(1j), E, "expected a number or a vector"),
     "complex numbers in a list": (lambda t: put(t.layers[1].output, -1, [1j] * 16), S, "list: expected a tensor or a list of numbers"),
     "numbers as text": (lambda t: put(t.layers[1].output, -1, ["1"] * 16), S, "list: expected a tensor or a list of numbers"),
-    "a copy of Python's": (lambda t: copy.copy(t.embed), E, r"copied with \.clone\(\)"),
-    "a deep copy": (lambda t: copy.deepcopy(t.embed.save()), E, r"copied with \.clone\(\)"),
+    "a copy of Python's": (lambda t: copy.copy(t.embed), E, r"\.clone\(\)"),
+    "a deep copy": (lambda t: copy.deepcopy(t.embed.save()), E, r"\.clone\(\)"),
     "a pickle": (lambda t: pickle.dumps(t.embed), E, "pickle needs a number"),
-    "a sum's row written": (lambda t: put(t.embed + 1, 0, 0), E, "a computed value is not changed in place: change a clone"),
+    "a sum's row written": (lambda t: put(t.embed + 1, 0, 0), E, "change a clone"),
     "words": (lambda t: t.layers[1].output + "v", E, "expected a number or a vector"),
     "None": (lambda t: put(t.layers[1].output, -1, None), E, "expected a number or a vector"),
     "a flag": (lambda t: put(t.layers[1].output, -1, True), E, "bool: expected a number, got bool True"),
-    "a computed value blended in": (lambda t: t.layers[1].output.replace(2 * t.embed), E, "is computed, blended in"),
+    "a computed value blended in": (lambda t: t.layers[1].output.replace(2 * t.embed), E, "computed value"),
     "numbers that are not finite": (lambda t: put(t.layers[1].output, -1, float("nan")), E, "expected a finite number, got"),
     "no Apply without leave": (lambda t: t.layers[1].output.apply(lambda h: h), E, "allow_code=True"),
     "a function of nothing": (lambda t: t.layers[1].output.apply(3), E, "expected a function of rows, got"),
@@ -112,32 +112,32 @@ IN_A_LINE = {
     "a token never generated": (lambda t: t.generated[3].layers[1].output.save(), K, "raise max_tokens"),
     "no token generated": (lambda t: put(t.generated.layers[1].output, slice(None), 0), K, "selects no position"),
     "tokens twice": (lambda t: t.layers[1].output[[1, 1]].save(), K, "duplicate"),
-    "tokens chosen twice": (lambda t: t.layers[1].output[0:3][1], E, "its tokens are chosen already"),
+    "tokens chosen twice": (lambda t: t.layers[1].output[0:3][1], E, "already selected"),
     "generated from their end": (lambda t: t.generated[-1].layers[1].output, K, "negative"),
-    "a mask of tokens": (lambda t: t.layers[1].output[torch.ones(6) > 0].save(), E, "not by a mask: give mask.nonzero"),
-    "a list of truths": (lambda t: put(t.layers[1].output, [True, False], 0), E, "not by a mask"),
+    "a mask of tokens": (lambda t: t.layers[1].output[torch.ones(6) > 0].save(), E, "mask.nonzero"),
+    "a list of truths": (lambda t: put(t.layers[1].output, [True, False], 0), E, "got a mask"),
     "an index of two axes": (lambda t: t.layers[1].output[torch.tensor([[0, 1], [1, 2]])], E, "by one list of numbers"),
-    "no token read": (lambda t: t.layers[1].output[3:3].save(), K, "selects no token, so nothing would be read"),
+    "no token read": (lambda t: t.layers[1].output[3:3].save(), K, "selects no token"),
     "no step to loop over": (lambda t: loop(t.generated), K, "raise max_tokens"),
-    "a list of heads": (lambda t: t.layers[1].attn.z[[0, 1]], E, "write a line for each"),
-    "a mask of heads": (lambda t: t.layers[1].attn.z[torch.tensor([True, False])], E, "write a line for each"),
-    "a tensor of neurons": (lambda t: t.layers[1].mlp.neurons[torch.tensor([5, 9])], E, r"neurons\[2:5\], not by a list"),
+    "a list of heads": (lambda t: t.layers[1].attn.z[[0, 1]], E, "contiguous slice"),
+    "a mask of heads": (lambda t: t.layers[1].attn.z[torch.tensor([True, False])], E, "contiguous slice"),
+    "a tensor of neurons": (lambda t: t.layers[1].mlp.neurons[torch.tensor([5, 9])], E, r"neurons\[2:5\]"),
     "a tensor of layers": (lambda t: t.resid_post[torch.tensor([0, 1])], E, "expected an integer"),
-    "all columns of a row": (lambda t: put(t.layers[1].attn.output[0], slice(None), 0), E, "no tuple as module.output is in nnsight"),
-    "a row's columns, all said": (lambda t: t.layers[1].output[0][...], E, "no tuple"),
-    "the last token of a tuple's first": (lambda t: t.layers[1].output[0][-1], E, "no tuple"),
-    "a batch of a tuple's first": (lambda t: put(t.layers[1].output[0], (slice(None), -1), 0), E, "no tuple"),
-    "the logits of a tuple's first": (lambda t: t.logits[0][-1], E, "no tuple"),
-    "columns of the stream": (lambda t: t.layers[1].output[-1, 3], E, "single numbers of a row cannot be read"),
-    "columns written": (lambda t: put(t.layers[1].output, (-1, 3), 0), E, "single numbers of a row cannot be read"),
-    "a new axis": (lambda t: t.layers[1].output[None], E, "brackets take numbers, ranges, lists and selections"),
-    "an ellipsis": (lambda t: t.layers[1].output[..., -1], E, "brackets take numbers, ranges, lists and selections"),
-    "no batch axis in nnterp's name": (lambda t: t.layers_output[1][-2], E, r"write \[:, -2\] or \[0, -2\]"),
+    "all columns of a row": (lambda t: put(t.layers[1].attn.output[0], slice(None), 0), E, "module.output in nnsight"),
+    "a row's columns, all said": (lambda t: t.layers[1].output[0][...], E, "nnsight"),
+    "the last token of a tuple's first": (lambda t: t.layers[1].output[0][-1], E, "nnsight"),
+    "a batch of a tuple's first": (lambda t: put(t.layers[1].output[0], (slice(None), -1), 0), E, "nnsight"),
+    "the logits of a tuple's first": (lambda t: t.logits[0][-1], E, "nnsight"),
+    "columns of the stream": (lambda t: t.layers[1].output[-1, 3], E, "single numbers of a row"),
+    "columns written": (lambda t: put(t.layers[1].output, (-1, 3), 0), E, "single numbers of a row"),
+    "a new axis": (lambda t: t.layers[1].output[None], E, "expected numbers, slices"),
+    "an ellipsis": (lambda t: t.layers[1].output[..., -1], E, "expected numbers, slices"),
+    "no batch axis in nnterp's name": (lambda t: t.layers_output[1][-2], E, r"\[:, -2\] or \[0, -2\]"),
     "a batch axis in ours": (lambda t: t.layers[1].output[0, -1], E, "single numbers of a row"),
-    "logits of the prompt": (lambda t: t.logits[2], E, "only where a token is sampled"),
+    "logits of the prompt": (lambda t: t.logits[2], E, "sampled positions"),
     "logits with a batch axis": (lambda t: t.logits[0, -1], E, "single numbers of a row"),
     "attention weights": (lambda t: t.attention_probabilities[3], U, "attention weights: use pattern"),
-    "attention weights of a module": (lambda t: t.layers[1].attn.pattern, X, "do not exist in a fused kernel"),
+    "attention weights of a module": (lambda t: t.layers[1].attn.pattern, X, "fused kernel"),
     "a site of another model": (lambda t: t.layers[1].mlp.router, X, "router is not available"),
     "a name that is none": (lambda t: t.resid_pots[3], U, "did you mean 'resid_post'"),
     "a module's name that is none": (lambda t: t.layers[1].mlp.outptu, U, "did you mean 'output'"),
@@ -148,31 +148,31 @@ IN_A_LINE = {
     "nnsight's steps": (lambda t: t.iter[2], U, r"t.generated\[n - 1\]"),
     "an output projection": (lambda t: t.layers[1].self_attn.o_proj.input, U, r"t.layers\[5\].attn.z"),
     "a down projection": (lambda t: t.layers[1].mlp.down_proj.input, U, "t.layers\\[5\\].mlp.neurons"),
-    "one module as a list": (lambda t: loop(t.layers[1].mlp), E, "<layer 1.mlp> is one module, no list"),
-    "tokens of everything": (lambda t: t.all()[0], E, r"choose of one, as in \.layers\[5\].output\[0\]"),
-    "a trace's token": (lambda t: t[0], E, r"a trace is no list: .* t.layers\[5\].output\[0\]"),
+    "one module as a list": (lambda t: loop(t.layers[1].mlp), E, "<layer 1.mlp> is one module"),
+    "tokens of everything": (lambda t: t.all()[0], E, r"\.layers\[5\].output\[0\]"),
+    "a trace's token": (lambda t: t[0], E, r"t.layers\[5\].output\[0\]"),
     "a tuple of outputs": (lambda t: t.layers[1].outputs, E, ".output is the tensor itself"),
     "probabilities": (lambda t: t.next_token_probs, U, "take their softmax"),
-    "a site without its layer": (lambda t: t.resid_mid.save(), E, r"name the layer, resid_mid\[5\].save"),
-    "several layers read": (lambda t: t.layers[0:2].output.save(), E, r"read of one layer at a time.*t.cache"),
+    "a site without its layer": (lambda t: t.resid_mid.save(), E, r"resid_mid\[5\].save"),
+    "several layers read": (lambda t: t.layers[0:2].output.save(), E, r"one layer at a time.*t.cache"),
     # what does not fit
-    "a vector too short": (lambda t: put(t.layers[1].output, -1, V[:3]), S, r"is 16 wide; what is written there is \[3\]"),
-    "a head's vector too long": (lambda t: put(t.layers[1].attn.z[0], -1, V), S, r"is 8 wide; what is written there is \[16\]"),
+    "a vector too short": (lambda t: put(t.layers[1].output, -1, V[:3]), S, r"width 16, got shape \[3\]"),
+    "a head's vector too long": (lambda t: put(t.layers[1].attn.z[0], -1, V), S, r"width 8, got shape \[16\]"),
     "too few rows": (lambda t: put(t.layers[1].output, slice(0, 3), torch.ones(2, 16)), S, r"\(3\), got 2"),
-    "a batch of two": (lambda t: put(t.layers_output[1], slice(None), torch.ones(2, 6, 16)), S, "16 wide; .* is \\[2, 6, 16\\]"),
+    "a batch of two": (lambda t: put(t.layers_output[1], slice(None), torch.ones(2, 6, 16)), S, "width 16, .*\\[2, 6, 16\\]"),
     "rows for tokens to come": (lambda t: put(t.layers[1].output, pc.token(3), torch.ones(2, 16)), K, "selects no position"),
     # the order of things
     "backwards in depth": (lambda t: put(t.layers[1].output, -1, t.layers[2].output[-1]), E, "is computed before .*cannot depend"),
     "backwards in a layer": (lambda t: put(t.layers[1].attn.output, -1, t.layers[1].mlp.output[-1]), E, "is computed before"),
     "the last layer's output into layers": (lambda t: put(t.layers[0:3].output, -1, t.layers[1].mid[-1]), E, "is computed before"),
-    "a clone changed and saved": (lambda t: (h := t.embed.clone(), put(h, -1, 0), h.save()), E, "can be written into the model, and no"),
-    "a sum that is indexed": (lambda t: (t.embed + t.resid_mid[1])[-1], E, "index before you compute"),
+    "a clone changed and saved": (lambda t: (h := t.embed.clone(), put(h, -1, 0), h.save()), E, "only be written into the model"),
+    "a sum that is indexed": (lambda t: (t.embed + t.resid_mid[1])[-1], E, "index before computing"),
     # assignment to what is no tensor
-    "a layer replaced": (lambda t: put(t.layers, 1, V), E, r"write what it returns, t.layers\[1\].output = value"),
+    "a layer replaced": (lambda t: put(t.layers, 1, V), E, r"t.layers\[1\].output = value"),
     "a module replaced": (lambda t: setattr(t.layers[1], "mlp", V), E, r".mlp.output = value"),
     "a name set": (lambda t: setattr(t, "steering", V), E, "'steering' cannot be set in a trace"),
-    "an attribute of a tensor set": (lambda t: setattr(t.layers[1].output, "data", V), E, "no 'data' to be set"),
-    "a second prompt": (lambda t: t.invoke(COLOSSEUM), E, "this trace has its prompt"),
+    "an attribute of a tensor set": (lambda t: setattr(t.layers[1].output, "data", V), E, "cannot set 'data'"),
+    "a second prompt": (lambda t: t.invoke(COLOSSEUM), E, "already has a prompt"),
 }  # fmt: skip
 
 
@@ -198,16 +198,16 @@ def test_a_wrong_line_that_is_caught_leaves_no_trace(lm, what):
 
 def test_generated_values_of_the_same_run(lm, no_run):
     with (
-        pytest.raises(E, match="depends on what is generated, and .* may change that"),
+        pytest.raises(E, match="depends on generated tokens.* may change"),
         lm.trace(EIFFEL, max_tokens=3) as t,
     ):
         t.generated[0].layers[2].output = t.generated[1].layers[1].output
-    with pytest.raises(E, match="depends on what is generated"), lm.trace(EIFFEL, max_tokens=3) as t:
+    with pytest.raises(E, match="depends on generated tokens"), lm.trace(EIFFEL, max_tokens=3) as t:
         t.all().layers[1].output = t.all().layers[2].output
 
 
 def test_how_many_are_generated(lm, no_run):
-    with pytest.raises(E, match="known once they are generated"), lm.trace(EIFFEL, max_tokens=3) as t:
+    with pytest.raises(E, match="unknown until they are generated"), lm.trace(EIFFEL, max_tokens=3) as t:
         t.generated.layers[1].output.shape  # noqa: B018
     with pytest.raises(S, match="depends on generated tokens"), lm.trace(EIFFEL, max_tokens=3) as t:
         t.layers[1].output[pc.token(3)] = torch.ones(2, 16)
@@ -215,20 +215,20 @@ def test_how_many_are_generated(lm, no_run):
 
 def test_a_saved_value_that_is_referred_to_weakly(lm):
     with (
-        pytest.raises(E, match=r"(?s)resid_post\[1\] @ prompt cannot be filled in.*weakref.*# held"),
+        pytest.raises(E, match=r"(?s)cannot fill in resid_post\[1\] @ prompt.*weakref.*# held"),
         lm.trace(EIFFEL) as t,
     ):
         fine, held = t.layers[0].output.save(), t.layers[1].output.save()  # held
         weak = weakref.ref(held)
     assert weak() is held
     assert fine.any()
-    with pytest.raises(E, match="cannot be filled in"):
+    with pytest.raises(E, match="cannot fill in"):
         held.sum()
 
 
 def test_code_for_a_server(lm, no_run, monkeypatch):
     monkeypatch.setattr(lm.engine, "remote", True)
-    with pytest.raises(E, match="a server runs no code of its clients: save the rows"), lm.trace(EIFFEL) as t:
+    with pytest.raises(E, match="on a server: save the rows"), lm.trace(EIFFEL) as t:
         t.layers[1].output.apply(lambda h: h)
 
 
@@ -243,10 +243,10 @@ def test_a_cycle_between_prompts(lm, no_run):
 @pytest.mark.parametrize(
     ("prompt", "kind", "text"),
     [
-        ([EIFFEL, COLOSSEUM], E, "a trace has one prompt.*t.invoke"),
-        ([[1, 2], [3]], E, "a trace has one prompt"),
-        ([], E, "a trace has one prompt"),
-        (5, E, "a trace has one prompt"),
+        ([EIFFEL, COLOSSEUM], E, "expected one prompt.*t.invoke"),
+        ([[1, 2], [3]], E, "expected one prompt"),
+        ([], E, "expected one prompt"),
+        (5, E, "expected one prompt"),
         ([1, 99999], K, "(?s)99999"),
     ],
 )
@@ -258,24 +258,24 @@ def test_prompts_that_are_none(lm, prompt, kind, text):
 def test_what_is_wrong_with_the_trace_itself(lm, no_run):
     with pytest.raises(E, match="this trace has no prompt: lm.trace"), lm.trace():
         pass
-    with pytest.raises(E, match=r"no prompt of its own: use an invoke's, a.layers"), lm.trace() as t:
+    with pytest.raises(E, match=r"a.layers"), lm.trace() as t:
         t.layers  # noqa: B018
-    with pytest.raises(E, match=r"write into an invoke's, a.embed"), lm.trace() as t:
+    with pytest.raises(E, match=r"a.embed"), lm.trace() as t:
         t.embed = 0
-    with pytest.raises(E, match="score= goes with a prompt"):
+    with pytest.raises(E, match="score= requires a prompt"):
         lm.trace(score=[1])
-    with pytest.raises(E, match="one run a prompt"):
+    with pytest.raises(E, match="sampling.n"):
         lm.trace(EIFFEL, sampling={"n": 2, "temperature": 1.0})
     with pytest.raises(E, match="sampling"):
         lm.trace(EIFFEL, sampling=[{}])
-    with pytest.raises(E, match="one prompt is streamed at a time"), lm.trace(stream=True) as t:
+    with pytest.raises(E, match="only one prompt"), lm.trace(stream=True) as t:
         t.invoke(EIFFEL)
     with pytest.raises(E, match="max_tokens"), lm.trace(EIFFEL, max_tokens=0) as t:
         pass
     with pytest.raises(E, match="expected an op"):
         lm.trace(EIFFEL, edits=["calm"])
     with (
-        pytest.raises(pc.MissingSource, match="nothing in the bank is named 'clam'"),
+        pytest.raises(pc.MissingSource, match="unknown bank entry 'clam'"),
         lm.trace(EIFFEL, edits=[pc.Use("clam")]),
     ):
         pass
@@ -313,10 +313,10 @@ def test_after_the_end(lm):
             early()
     for _ in t:
         for early in (saved.sum, lambda: cache["embed"]):
-            with pytest.raises(E, match=r"t.so_far\(value\) has what has come"):
+            with pytest.raises(E, match=r"t.so_far\(value\)"):
                 early()
     assert saved.any()
-    with pytest.raises(E, match="streams once"):
+    with pytest.raises(E, match="iterated once"):
         list(t)
 
 
@@ -336,7 +336,7 @@ def test_an_error_in_the_block_is_the_callers_and_nothing_runs(lm, no_run):
     with pytest.raises(ZeroDivisionError), lm.trace(EIFFEL) as t:
         h = t.layers[1].output.save()
         1 / 0  # noqa: B018
-    with pytest.raises(pc.MissingSource, match="an error left the trace"):
+    with pytest.raises(pc.MissingSource, match="an error ended the trace"):
         h.sum()
     with pytest.raises(ZeroDivisionError), lm.trace() as t, t.invoke(EIFFEL) as a:
         a.embed *= 2
@@ -369,23 +369,23 @@ def test_what_never_came_is_an_error_at_its_line(lm):
     run = lm.run(EIFFEL, max_tokens=60)
     assert len(run.token_ids) < 50
     with (
-        pytest.raises(pc.MissingSource, match="(?s)ended after .* never came.*# late") as raised,
+        pytest.raises(pc.MissingSource, match="(?s)ended after .*# late") as raised,
         lm.trace(EIFFEL, max_tokens=60) as t,
     ):
         h = t.layers[1].output.save()
         late = t.generated[50].layers[1].output.save()  # late
     assert h.any()
-    with pytest.raises(pc.MissingSource, match="never came"):
+    with pytest.raises(pc.MissingSource, match="ended after"):
         late.sum()
     assert raised.value.path is None
 
 
 def test_a_named_program(lm, no_run):
     for wrong, text in (
-        (lambda e: e.layers[1].output.save(), "edits and reads nothing"),
-        (lambda e: put(e.layers[1].output, slice(None), e.layers[0].output), "edits and reads nothing"),
-        (lambda e: e.cache(pc.embed), "edits and reads nothing"),
-        (lambda e: e.layers[1].output.shape, "edits and reads nothing"),
+        (lambda e: e.layers[1].output.save(), "a named program cannot read"),
+        (lambda e: put(e.layers[1].output, slice(None), e.layers[0].output), "a named program cannot read"),
+        (lambda e: e.cache(pc.embed), "a named program cannot read"),
+        (lambda e: e.layers[1].output.shape, "a named program cannot read"),
     ):
         with pytest.raises(E, match=text), lm.edit("wrong") as e:
             wrong(e)
@@ -397,7 +397,7 @@ def test_a_named_program(lm, no_run):
 
 
 def test_a_trace_takes_no_images(lm, no_run):
-    with pytest.raises(E, match="a trace takes text or token ids: give lm.run a prompt with images, and a program"):
+    with pytest.raises(E, match="images"):
         lm.trace({"prompt": EIFFEL, "multi_modal_data": {"image": object()}})
 
 
@@ -498,7 +498,7 @@ def test_blocks_that_are_none(lm, no_run):
 @pytest.mark.parametrize(
     ("options", "path", "instead"),
     [({"max_new_tokens": 3}, "max_new_tokens", "max_tokens="), ({"temperature": 1}, "temperature", "sampling="),
-     ({"max_tokns": 3}, "max_tokns", "max_tokens"), ({"remote": True}, "remote", "leave it out"),
+     ({"max_tokns": 3}, "max_tokns", "max_tokens"), ({"remote": True}, "remote", "omit it"),
      ({"max_tokens": True}, "max_tokens", "token"), ({"score": 5}, "score", "list"), ({"score": "ab"}, "score", "one token"),
      ({"sampling": {1: 2}}, "sampling", "names"), ({"edits": 5}, "edits[0]", "op")],
 )  # fmt: skip

@@ -408,13 +408,13 @@ def test_positions_may_be_arrays():
 
 @pytest.mark.parametrize(("call", "path", "meant"), [
     (lambda: pc.studies.patch_sweep(LM, claen=IDS, corrupt=OTHER, answer=5), "claen", "did you mean 'clean'"),
-    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], max_new_tokens=1), "max_new_tokens", "write max_tokens="),
+    (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], max_new_tokens=1), "max_new_tokens", "use max_tokens="),
     (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], temperature=1), "temperature", "sampling="),
     (lambda: pc.studies.fuzz_sweep(LM, [IDS], [0.5], prompts=[IDS]), "prompts", "by name"),
     (lambda: pc.studies.patch_sweep(LM, IDS, OTHER), None, r"patch_sweep\(\) takes lm by position"),
-    (lambda: LM.run(IDS, max_new_tokens=1), "max_new_tokens", "write max_tokens="),
-    (lambda: asyncio.run(LM.arun(IDS, max_new_tokens=1)), "max_new_tokens", "write max_tokens="),
-    (lambda: LM.stream(IDS, max_new_tokens=1), "max_new_tokens", "write max_tokens="),
+    (lambda: LM.run(IDS, max_new_tokens=1), "max_new_tokens", "use max_tokens="),
+    (lambda: asyncio.run(LM.arun(IDS, max_new_tokens=1)), "max_new_tokens", "use max_tokens="),
+    (lambda: LM.stream(IDS, max_new_tokens=1), "max_new_tokens", "use max_tokens="),
     (lambda: LM.run(IDS, captures="embed"), "captures", "did you mean 'capture'"),
     (lambda: pc.Add(VECTOR, att="embed"), "att", "did you mean 'at'"),
     (lambda: pc.Add(VECTOR, "embed", value=VECTOR), "value", "by position and by name"),
@@ -510,7 +510,7 @@ def test_scores_of_a_trace_are_those_of_a_run():
         with LM.trace([5, 6, 7], score=score) as trace:
             trace.layers[0].output *= 1.5
         assert sorted(trace.run.scores) == [5, 6]
-    with pytest.raises(pc.ProgramError, match="goes with a prompt"):
+    with pytest.raises(pc.ProgramError, match="requires a prompt"):
         LM.trace(score=np.array([5, 6]))
     with pytest.raises(pc.TokensError):
         LM.trace([5, 6, 7], score=[-1])

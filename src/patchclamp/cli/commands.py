@@ -205,10 +205,10 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
     required = msgspec.structs.fields(kind)
     if file is None:
         if missing := [field.name for field in required if field.required and field.name not in given]:
-            raise ProgramError(f"missing option --{missing[0]}; or give a file with --pairs", study.command)
+            raise ProgramError(f"missing option --{missing[0]}; or pass a file with --pairs", study.command)
         return {}
     if twice := [name for name in kind.__struct_fields__ if name in given]:
-        raise ProgramError(f"--{twice[0]} is in the file", "--pairs")
+        raise ProgramError(f"--{twice[0]} is not supported with --pairs, whose file contains it", "--pairs")
     from patchclamp.studies.inputs import lines_of
 
     lines = []
@@ -225,7 +225,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
         return pairs
     without = [of is None for of in pairs["positions"]]
     if any(without) and not all(without):
-        raise ProgramError(f"{file} has positions in some pairs only", "--pairs")
+        raise ProgramError(f"{file}: expected positions in all pairs or none", "--pairs")
     if all(without):
         del pairs["positions"]
     elif study.command == "sweep":
@@ -273,7 +273,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
     if isinstance(study, Steering):
         study.check(steer["prompts"] is not None)
         if steer["scales"] and steer["prompts"] is None:
-            raise ProgramError("expected --prompts, which are steered", "--scales")
+            raise ProgramError("requires --prompts, the texts to steer", "--scales")
         if drawn and not study.held_out and steer["prompts"] is None:
             raise ProgramError("expected held-out prompts or --prompts: there is nothing else to draw", "held_out")
 
@@ -353,8 +353,8 @@ def demo(
     OUT.print(Text(f"  corrupt  {CORRUPT}\n", style="dark_orange3"))
     OUT.print(
         f"The first should continue with {answer}, the second with {foil}. The corrupt prompt is now run many times, "
-        f"each time with one activation (one site, layer and token) replaced by the clean run's. Where that brings "
-        f"{answer} back, the model holds what tells the two apart. The number is the logit difference {answer} − "
+        f"each time with one activation (one site, layer and token) replaced by the clean run's. Where that restores "
+        f"{answer}, the activation carries the difference. The number is the logit difference {answer} − "
         f"{foil}: above 0 the model prefers {answer}.\n"
     )
     with ExitStack() as stack:
@@ -406,12 +406,12 @@ def doctor(
 def export(
     model: Model,
     program: Annotated[str, typer.Option(
-        help='As --edit of `patchclamp run`: JSON, a .json file, or named programs of --bank.')],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The new checkpoint; an empty folder, or none.")],
+        help='Same as --edit of `patchclamp run`: JSON, a .json file, or named programs from --bank.')],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The new checkpoint's folder; must be empty or new.")],
     bank: Annotated[Path | None, typer.Option(help="A safetensors file of vectors and programs, by name.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(
-        help="A text on which the effect is measured; repeatable. Random tokens by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the written weights; the checkpoint's by default.")] = None,
+        help="A text to measure the effect on; repeatable. Random tokens by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="The written dtype; the checkpoint's by default.")] = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint with a program's effect folded into the weights, checked against it, with a model card.
 
@@ -431,7 +431,7 @@ def export(
 
 
 def run(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As in other commands, or the URL of a server.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id, a folder, smollm2, or the URL of a server.")],
     prompt: Annotated[str, typer.Argument(help="The text of the prompt.")],
     edit: Annotated[list[str] | None, typer.Option(
         help='An op as JSON, such as {"type": "zero", "at": "mlp_out[5]"}, a .json file, or named programs, such as '
@@ -439,9 +439,9 @@ def run(
     capture: Annotated[list[str] | None, typer.Option(help="resid_post[12], 'z[5, 3]', …; repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the captures into this safetensors file.")] = None,
     bank: Annotated[Path | None, typer.Option(help="A safetensors file of vectors and programs, by name.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask the prompt as the user's turn of a chat.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as the user's turn of a chat.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 16,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling; greedy by default.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; greedy by default.")] = None,
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
@@ -452,7 +452,7 @@ def run(
     from patchclamp.studies.inputs import edits_in
 
     if capture and out is None:
-        raise ProgramError("expected a file for what is captured", "--out")
+        raise ProgramError("expected a file for the captures", "--out")
     if out is not None and not capture:
         raise ProgramError("expected a site to capture", "--capture")
     check_file(out, "--out")
@@ -488,8 +488,8 @@ def save_captures(made: Any, captured: list[str], path: Path) -> None:
 
 
 def push(
-    url: Annotated[str, typer.Argument(help="Of a running `patchclamp serve`.")],
-    name: Annotated[str, typer.Argument(help="Under which requests of the same API key use it.")],
+    url: Annotated[str, typer.Argument(help="The URL of a running `patchclamp serve`.")],
+    name: Annotated[str, typer.Argument(help="The name by which requests with the same API key use it.")],
     file: Annotated[Path, typer.Argument(help="A vector or means (.safetensors, .npy), or a program (.json).")],
     api_key: Annotated[str | None, typer.Option(help="The API key; VLLM_API_KEY by default.")] = None,
 ) -> None:
@@ -514,9 +514,9 @@ def push(
 
 def harvest(
     model: Model,
-    documents: Annotated[str, typer.Argument(help="A file: .txt (a document a line), .jsonl, .parquet; or a folder "
-                                                  "that datasets saved.")],
-    folder: Annotated[Path, typer.Argument(help="Where the data set's folder is made; its name is a hash.")],
+    documents: Annotated[str, typer.Argument(help="A file: .txt (one document per line), .jsonl, .parquet; or a folder "
+                                                  "saved by datasets.")],
+    folder: Annotated[Path, typer.Argument(help="The parent of the data set's folder, which is named by a hash.")],
     site: Annotated[list[str], typer.Option(help="resid_post[12], 'z[5, 3]', …, or features as JSON; repeatable.")],
     column: Annotated[str | None, typer.Option(help="The field with the documents; text by default.")] = None,
     keep: Annotated[list[str] | None, typer.Option(help="A further field to copy into the index; repeatable.")] = None,
@@ -527,17 +527,17 @@ def harvest(
     only_token: Annotated[list[int] | None, typer.Option(help="Keep only this token id; repeatable.")] = None,
     not_token: Annotated[list[int] | None, typer.Option(help="Leave this token id out; repeatable.")] = None,
     norm_cap: Annotated[float | None, typer.Option(help="The largest norm to keep.")] = None,
-    norm_times_median: Annotated[float | None, typer.Option(help="The same, in medians of the row's shard.")] = None,
+    norm_times_median: Annotated[float | None, typer.Option(help="The same, in medians of the shard's norms.")] = None,
     project: Annotated[Path | None, typer.Option(help="W [K, D] in a .npy file: W h is stored.")] = None,
     sums: Annotated[bool, typer.Option("--sum", help="Store the sum over each document.")] = False,
-    context: Annotated[int | None, typer.Option(help="Tokens of the longest prompt; the model's by default.")] = None,
+    context: Annotated[int | None, typer.Option(help="Maximum tokens per prompt; the model's by default.")] = None,
     overlong: Annotated[str, typer.Option(help="Longer documents: refuse, cut or split.")] = "refuse",
     seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
     parts: Annotated[int | None, typer.Option(
-        help="Parts that are shuffled one by one; by default 8, of 256 MiB to 2 GiB.")] = None,
+        help="Number of separately shuffled parts; by default 8, of 256 MiB to 2 GiB.")] = None,
     shard: Annotated[str, typer.Option(metavar="I/N", help="This is machine I of N, from 0.")] = "0/1",
-    shard_rows: Annotated[int, typer.Option(help="Rows in a file.")] = 131_072,
-    batch_tokens: Annotated[int | None, typer.Option(help="Tokens that are run at a time.")] = None,
+    shard_rows: Annotated[int, typer.Option(help="Rows per file.")] = 131_072,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens per batch.")] = None,
     engine: Engine = None,
     dtype: Dtype = None,
     option: Options = None,
@@ -604,9 +604,9 @@ def parity(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, on both engines.")] = "float32",
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt's text; repeatable. Two by default.")] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Relative error that a row may have; 1e-4 by default for float32.")
+        float | None, typer.Option(help="Largest relative error of a row; 1e-4 by default for float32.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, and to compare, after each prompt.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate and compare after each prompt.")] = 4,
     engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="The engine to examine.")] = "vllm",
     against: Annotated[str, typer.Option(metavar="NAME", help="The engine to compare it with.")] = "transformers",
     option: Options = None,

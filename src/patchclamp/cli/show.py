@@ -313,7 +313,7 @@ def parity(console: Console, result: Parity) -> None:
     for problem in result.problems:
         console.print(Text(problem, style="red"), soft_wrap=True)
     if result.first is not None:
-        console.print(Text(f"the first place out of tolerance is {result.first}", style="bold red"), soft_wrap=True)
+        console.print(Text(f"the first value out of tolerance is at {result.first}", style="bold red"), soft_wrap=True)
     if result.holds:
         bounded = (
             f"rows within {bounds.rows:g}, edits within {bounds.edit:g}, log-probabilities within {bounds.logprobs:g}"

@@ -43,7 +43,7 @@ def _given(kind: Any, text: str, default: Any = None, *names: str, **how: Any) -
 FILE = Path | None
 SAVED: Parameters = {
     "save": _given(FILE, "Save the result in this file."),
-    "png": _given(FILE, "Draw it into this file: png, pdf, svg, by extension."),
+    "png": _given(FILE, "Plot it to this file: png, pdf or svg, by extension."),
     "html": _given(FILE, "Write it as an interactive page into this file."),
     "top": _given(int, "Best cells to show.", 5, min=1),
 }
@@ -61,11 +61,11 @@ SOURCE: Parameters = {
 }
 PAIRS: Parameters = {
     "pairs": _given(
-        FILE, "Instead of the prompts: a file, per line an object of clean, corrupt, answer, foil, positions."
+        FILE, "Instead of the prompts: a file with one object per line: clean, corrupt, answer, foil, positions."
     )
 }
 CONTRASTS: Parameters = {
-    "pairs": _given(FILE, "Instead of the two files: one file, per line an object of positive and negative.")
+    "pairs": _given(FILE, "Instead of the two files: one file with one object per line: positive, negative.")
 }
 STEER: Parameters = {
     "prompts": _given(FILE, "A file of prompts to steer: score --answer on them, and show texts, at several scales."),
@@ -271,7 +271,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Record from, and intervene on, the internals of a language model while stock vLLM serves it."""

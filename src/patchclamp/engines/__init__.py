@@ -23,11 +23,11 @@ def open_engine(
     """Open the named (or default) engine with `model` loaded; an engine object is returned unchanged."""
     if engine is not None and not isinstance(engine, str):
         if not hasattr(engine, "submit"):
-            raise ModelError(f"expected an engine's name or an engine, got {type(engine).__name__}", "engine")
+            raise ModelError(f"expected an engine name or an engine, got {type(engine).__name__}", "engine")
         if options:
-            raise EngineError(f"the engine is loaded already: leave {', '.join(options)} out", next(iter(options)))
+            raise EngineError(f"the engine is already loaded: omit {', '.join(options)}", next(iter(options)))
         if model not in ("", engine.model.name):
-            raise ModelError(f"the engine has loaded {engine.model.name!r}, got {model!r}", "model")
+            raise ModelError(f"expected {engine.model.name!r}, the loaded model, got {model!r}", "model")
         return engine
     if not isinstance(model, str) and hasattr(model, "llm_engine"):
         return _of_llm(model, engine, {**options, **({"probes": probes} if probes else {})})
@@ -57,13 +57,13 @@ def _of_llm(llm: VllmLLM, engine: str | None, options: dict[str, Any]) -> Engine
 
     if engine not in (None, "vllm") or options:
         given = next(iter(options), "engine")
-        raise EngineError(f"a vllm.LLM has its engine and options already: leave {given} out", given)
+        raise EngineError(f"a vllm.LLM already has an engine and options: omit {given}", given)
     return offline_of(llm.llm_engine)
 
 
 def _open_server(url: str, engine: str | None, options: dict[str, Any]) -> Engine:
     if engine is not None:
-        raise EngineError(f"{url} is a server, which has its engine: leave engine={engine!r} out", "engine")
+        raise EngineError(f"{url} is a server with its own engine: omit engine={engine!r}", "engine")
     from patchclamp.engines.http import HttpEngine
 
     return HttpEngine(url, **_checked(HttpEngine, options))

@@ -111,21 +111,21 @@ def read_adapter(path: Any) -> Adapter:
     """Read the adapter in a folder. Raises `MissingSource` if files are missing, `ProgramError` if it is not a LoRA."""
     folder = Path(as_file(path)).expanduser().resolve()
     if not folder.is_dir():
-        raise MissingSource(f"expected the folder of a PEFT adapter, got {str(path)!r}, which does not exist")
+        raise MissingSource(f"expected a PEFT adapter folder; {str(path)!r} does not exist")
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise MissingSource(
-            f"{folder} has no {' and no '.join(missing)}, only {files}; write one with peft_model.save_pretrained"
+            f"{folder} lacks {' and '.join(missing)} (found: {files}); save an adapter with peft_model.save_pretrained"
         )
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
         rank, kind = max(int(rank) for rank in ranks), config.get("peft_type", "LORA")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ProgramError(f"{folder / CONFIG} is not an adapter's: {type(error).__name__}: {error}") from None
+        raise ProgramError(f"{folder / CONFIG} is not an adapter config: {type(error).__name__}: {error}") from None
     if kind != "LORA":
-        raise ProgramError(f"{folder} is an adapter of type {kind}; only LORA runs beside programs")
+        raise ProgramError(f"{folder} is a {kind} adapter; only LORA is supported")
     marks = [(mark.st_size, mark.st_mtime_ns) for mark in ((folder / name).stat() for name in (CONFIG, WEIGHTS))]
     return Adapter(
         str(folder), f"{folder.name}-{hashlib.sha256(repr((folder, marks)).encode()).hexdigest()[:16]}", rank
@@ -574,15 +574,15 @@ class Engine(Protocol):
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         """Return the `top` likeliest tokens of each captured row, as wide as the stream, after a translator and the
         model's own final norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
-        raise EngineError(f"the {self.model.engine} engine has no lens")
+        raise EngineError(f"the {self.model.engine} engine does not support lenses")
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
         """Copy an SAE to the device, under a unique name. Raises `CapacityError` if it does not fit."""
-        raise EngineError(f"SAEs are attached where the {self.model.engine} engine runs: patchclamp serve --sae")
+        raise EngineError(f"the {self.model.engine} engine cannot attach SAEs: use patchclamp serve --sae")
 
     def detach(self, name: str) -> None:
         """Free the memory of an attached SAE."""
-        raise EngineError(f"SAEs are attached where the {self.model.engine} engine runs")
+        raise EngineError(f"the {self.model.engine} engine cannot detach SAEs")
 
     def release(self, runs: list[str]) -> None:
         """Free the captures of runs, and stop unfinished runs whose listener is closed. The garbage collector may call
@@ -618,7 +618,7 @@ class Engine(Protocol):
     def check_adapter(self, adapter: Adapter) -> None:
         """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
         raise EngineError(
-            f"the {self.model.engine} engine runs no LoRA adapters: merge it into the model first "
+            f"the {self.model.engine} engine does not support LoRA adapters: merge it into the model first "
             "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
         )  # fmt: skip
 
@@ -628,7 +628,7 @@ class Engine(Protocol):
 
         Raises `EngineError` if the engine does not support images, `ProgramError` for an invalid prompt.
         """
-        raise EngineError(f"the {self.model.engine} engine takes prompts of text alone; engine='vllm' reads images")
+        raise EngineError(f"the {self.model.engine} engine supports only text prompts; engine='vllm' supports images")
 
     def gradients(
         self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
@@ -640,7 +640,7 @@ class Engine(Protocol):
 
         Raises: `EngineError` if the engine does not support gradients, `UnsupportedSite` for a point without gradients.
         """
-        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
+        raise EngineError(f"the {self.model.engine} engine does not compute gradients; engine='transformers' does")
 
     def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
         """Compute the Jacobian [D, D] of the end of the stream, before the final norm, with respect to points as wide
@@ -648,12 +648,12 @@ class Engine(Protocol):
 
         Raises: as `gradients`.
         """
-        raise EngineError(f"the {self.model.engine} engine computes no gradients; engine='transformers' does")
+        raise EngineError(f"the {self.model.engine} engine does not compute gradients; engine='transformers' does")
 
     @property
     def batch_refusal(self) -> str:
         """The reason why graded programs run as requests; "" if `grade` runs them."""
-        return f"the {self.model.engine} engine has no batches of its own"
+        return f"the {self.model.engine} engine does not grade in batches"
 
     def job_refusal(self, job: GradeJob) -> str:
         """The reason why the programs of one job run as requests, on an engine that grades in batches."""
@@ -674,18 +674,18 @@ class Engine(Protocol):
 
     def sleep(self, level: int = 1) -> None:
         """Free the device memory of weights and cache until `wake`. Raises `EngineError` if unsupported."""
-        raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
+        raise EngineError(f"the {self.model.engine} engine does not support sleep; vLLM on a GPU does")
 
     def wake(self) -> None:
         """Reallocate the memory and restore the weights. Raises `EngineError` if unsupported."""
-        raise EngineError(f"the {self.model.engine} engine does not sleep; vLLM on a GPU does")
+        raise EngineError(f"the {self.model.engine} engine does not support sleep; vLLM on a GPU does")
 
 
 def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: str) -> None:
     """Raise `UnknownName` for a parameter that an engine does not support, `ProgramError` for an invalid value."""
     for name in (name for name in sampling if name not in known):
         if name in VLLM_SAMPLING:
-            supported = f"vLLM supports {name!r}, and the {engine} engine does not; there are: {', '.join(known)}"
+            supported = f"{name!r} is supported by vLLM but not by the {engine} engine; available: {', '.join(known)}"
             raise UnknownName(supported, f"sampling.{name}")
         raise unknown("sampling parameter", name, known, f"sampling.{name}")
     for name, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("min_p", 0, 1)):
@@ -694,11 +694,11 @@ def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: st
             raise ProgramError(f"expected a number from {low} to {high}, got {number!r}", f"sampling.{name}")
     top_k = sampling.get("top_k", 0)
     if top_k is not None and (not _is_integer(top_k) or top_k < -1):
-        raise ProgramError(f"expected a whole number, or 0 or -1 for all tokens, got {top_k!r}", "sampling.top_k")
+        raise ProgramError(f"expected a positive integer, or 0 or -1 for all tokens, got {top_k!r}", "sampling.top_k")
     stop = [] if sampling.get("stop") is None else sampling["stop"]
     words = [stop] if isinstance(stop, str) else stop
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word for word in words):
-        raise ProgramError(f"expected text or a list of texts, none of them empty, got {stop!r}", "sampling.stop")
+        raise ProgramError(f"expected a non-empty string or a list of them, got {stop!r}", "sampling.stop")
     ids = [] if sampling.get("stop_token_ids") is None else sampling["stop_token_ids"]
     if not isinstance(ids, (list, tuple)) or not all(_is_integer(token) and token >= 0 for token in ids):
         raise ProgramError(f"expected a list of token ids, got {ids!r}", "sampling.stop_token_ids")

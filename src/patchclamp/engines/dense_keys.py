@@ -98,10 +98,10 @@ class DenseKeys:
 def unread_attention(net: Any, sites: SiteMap) -> str:
     """The reason why attention is not read on this model; "" if it is."""
     if getattr(net.config.get_text_config(), "attention_chunk_size", None):
-        return "its layers attend within chunks"
+        return "its layers use chunked attention"
     module = next((find(net, tap.module) for point, tap in sites.taps("transformers") if point.kind == ROTATED), None)
     if module is not None and "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__code__.co_names:
-        return f"{type(module).__name__} computes attention itself and not by an attention function of Transformers"
+        return f"{type(module).__name__} does not use an attention function of Transformers"
     return ""
 
 

@@ -152,7 +152,7 @@ class OutputWriter:
         logits_V = unembed(hidden_TD[len(ids) : len(ids) + 1])[0].float()
         if float((logits_V - own_logits_V).abs().max()) > SAME_LOGITS * float(own_logits_V.abs().max()):
             raise UnsupportedSite(
-                "prompt_logprobs is not available: the model does more to its logits than unembed them"
+                "prompt_logprobs is not available: the model transforms its logits after the unembedding"
             )
         for begin in range(0, len(ids), PROMPT_ROWS):
             some = ids[begin : begin + PROMPT_ROWS]

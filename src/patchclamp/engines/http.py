@@ -70,7 +70,7 @@ class HttpEngine(Engine):
         try:
             import httpx
         except ImportError:
-            raise EngineError("pc.LM of a server needs httpx: pip install 'patchclamp[http]'") from None
+            raise EngineError("pc.LM(url) requires httpx: pip install 'patchclamp[http]'") from None
         self.url: str = url.rstrip("/").removesuffix("/v1")
         self._session, self._timeout_s, self._httpx = uuid.uuid4().hex[:16], timeout_s, httpx
         key = api_key or os.environ.get("VLLM_API_KEY")
@@ -88,7 +88,7 @@ class HttpEngine(Engine):
         except (httpx.InvalidURL, httpx.TransportError) as error:
             self.close()
             raise ModelError(
-                f"{url} does not answer ({type(error).__name__}: {error}); expected the URL of a running "
+                f"no response from {url} ({type(error).__name__}: {error}); expected the URL of a running "
                 "`patchclamp serve`, http://host:port", "model"
             ) from None  # fmt: skip
         except BaseException:
@@ -182,8 +182,8 @@ class HttpEngine(Engine):
 
     def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any]) -> Expanded:
         raise EngineError(
-            "through a server pc.LM takes prompts of text alone: send images to it in an OpenAI chat request, with a "
-            "patchclamp object beside the messages"
+            "pc.LM(url) supports only text prompts: send images in an OpenAI chat request, with a patchclamp object "
+            "next to the messages"
         )
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
@@ -244,8 +244,8 @@ class HttpEngine(Engine):
         info = msgspec.msgpack.decode(await self._ask("GET", "info", again=True))
         if not isinstance(info, dict) or info.get("wire") != wire.WIRE:
             raise EngineError(
-                f"the server speaks wire {info.get('wire')!r} of patchclamp {info.get('version')!r}, and this is wire "
-                f"{wire.WIRE}: install the same version on both sides"
+                f"expected wire format {wire.WIRE}, got {info.get('wire')!r} from a server with patchclamp "
+                f"{info.get('version')!r}: install the same version on both sides"
             )
         self._living = asyncio.ensure_future(self._live())
         return msgspec.convert(info, wire.Info)
@@ -289,7 +289,7 @@ class HttpEngine(Engine):
                 if left:
                     await asyncio.sleep(0.2)
                     continue
-                raise EngineError(f"{self.url} does not answer: {type(error).__name__}: {error}") from None
+                raise EngineError(f"no response from {self.url}: {type(error).__name__}: {error}") from None
             if response.status_code == 503 and left:
                 await asyncio.sleep(1.0)
                 continue
@@ -306,10 +306,10 @@ class HttpEngine(Engine):
         if kind is not None:
             return kind(message.removeprefix(f"{path}: ") if path else message, path)
         if status == 404:
-            return EngineError(f"{self.url} has no {wire.PREFIX}: is it a `patchclamp serve`? ({message})")
+            return EngineError(f"{self.url} has no route {wire.PREFIX}: is it a `patchclamp serve`? ({message})")
         if status == 401:
             return EngineError(f"{self.url} rejected the API key: give pc.LM(url, api_key=…), or set VLLM_API_KEY")
-        return EngineError(f"{self.url} answered {status}: {message}")
+        return EngineError(f"{self.url} returned status {status}: {message}")
 
     def _post(self, batch: _SentBatch) -> None:
         for request, _ in batch.pairs:

@@ -65,7 +65,7 @@ def top_tokens(
 ) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
     """The ids and log-probabilities [N, K] of all rows, concatenated; None if this worker gets no logits."""
     if any(each.shape[1] != sites.d_model for each in rows):
-        raise ProgramError(f"a lens reads rows of {sites.d_model} numbers, the width of the stream")
+        raise ProgramError(f"a lens requires rows of the stream width, {sites.d_model}")
     translate, is_here = translation(translator, device), True
     ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that no part waits for another
     for part in _parts(rows, min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))):

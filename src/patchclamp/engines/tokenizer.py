@@ -35,7 +35,7 @@ def template_options(messages: Sequence[Any], given: Mapping[str, Any] | None) -
     """Return the arguments of the chat template: those given and, to continue a final assistant message, the two that
     leave it open."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
-        raise ProgramError(f"expected names and values, got {given!r:.100}", "chat_template_kwargs")
+        raise ProgramError(f"expected a mapping of options, got {given!r:.100}", "chat_template_kwargs")
     last = messages[-1] if messages else None
     is_open = isinstance(last, Mapping) and last.get("role") == "assistant"
     return ({"add_generation_prompt": False, "continue_final_message": True} if is_open else {}) | dict(given or {})
@@ -73,15 +73,15 @@ def find_turns(
     """
     if has_images(messages):
         raise TokensError(
-            "role(): this chat has images in it, whose tokens are not what the chat template writes, so its messages "
-            'cannot be told apart in the prompt; select by text, as in span("..."), or image[0]'
+            "role() is not supported in a chat with images, whose tokens differ from the chat template's text; "
+            'select by text, such as span("..."), or image[0]'
         )
     plain = [{**message, "content": _text(message.get("content"))} for message in messages]
     text = render(plain)
     spans = _spans(text, *_marked(render, plain), plain)
     spelled, offsets = spell(text)
     if spelled != text:
-        raise TokensError("role(): the prompt is not spelled as its chat, so its messages cannot be told apart in it")
+        raise TokensError("role(): the prompt's text differs from its chat, so its messages cannot be located")
     return [
         (str(message.get("role")), [i for i, (a, b) in enumerate(offsets) if a < end and b > begin and b > a])
         for message, (begin, end) in zip(plain, spans, strict=True)
@@ -154,8 +154,8 @@ def _spans(text: str, marked: str, marks: list[str], messages: list[dict[str, An
 
 def _changed() -> TokensError:
     return TokensError(
-        "role(): this model's chat template changes messages when it puts them together, so they cannot be told apart "
-        'in the prompt; select by text, as in span("...")'
+        "role(): this model's chat template modifies messages, so they cannot be located in the prompt; "
+        'select by text, such as span("...")'
     )
 
 
@@ -239,7 +239,9 @@ class HubTokenizer:
         overlap = ""  # the text from the context to the anchor
         for i in range(1, len(ids) + 1):
             if i - anchor > MOST_UNKNOWN:  # decoding is quadratic in these
-                raise TokensError(f"tokens {anchor} to {i} decode to no whole character; select tokens by position")
+                raise TokensError(
+                    f"tokens {anchor} to {i} do not decode to complete characters; select tokens by position"
+                )
             begin, decoded = complete, self._full_text(ids[context:i])
             if not decoded.startswith(overlap):
                 if self._may_be_unfinished(ids[anchor - 1]):  # a partial character spoils the byte run it is in
@@ -286,10 +288,10 @@ class HubTokenizer:
 
     def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         if not getattr(self.inner, "chat_template", None):
-            raise ProgramError("this model's tokenizer has no chat template: give a prompt instead of messages")
+            raise ProgramError("this model's tokenizer has no chat template: pass a prompt instead of messages")
         if has_images(messages):
             raise ProgramError(
-                "a chat with images in it is more than tokens: lm.run(messages=...) takes it, on vLLM", "messages"
+                "a chat with images cannot be encoded as tokens: pass it to lm.run(messages=...), on vLLM", "messages"
             )
         chat = self._template(messages, options, tokenize=True)
         return list(chat["input_ids"] if hasattr(chat, "keys") else chat)
@@ -305,19 +307,19 @@ class HubTokenizer:
         from jinja2 import TemplateError
 
         for name in inspect.signature(self.inner.apply_chat_template).parameters.keys() & options.keys() - set(TOLD):
-            raise ProgramError(f"{name!r} is not an argument of chat templates", "chat_template_kwargs")
+            raise ProgramError(f"{name!r} is not a chat template argument", "chat_template_kwargs")
         options = {"add_generation_prompt": True, **options}
         try:
             return self.inner.apply_chat_template(messages, tokenize=tokenize, **options)
         except (TemplateError, ValueError) as error:
-            raise ProgramError(f"the model's chat template refused these messages: {error}", "messages") from None
+            raise ProgramError(f"the model's chat template rejected these messages: {error}", "messages") from None
 
 
 class NoTokenizer:
     """The tokenizer of an engine started without one: prompts are token ids, and generated tokens have no text."""
 
     def _refuse(self, *_: object) -> Any:
-        raise ProgramError("this engine was started without a tokenizer: give token ids")
+        raise ProgramError("this engine was started without a tokenizer: pass token ids")
 
     encode: Any = _refuse
     bare: Any = _refuse

@@ -138,7 +138,7 @@ def _watching(
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     for number in points:
         if taps[number].rerun or sites.points[number].rows == "sampled":
-            raise UnsupportedSite(f"there are no gradients at {sites.label(number)}")
+            raise UnsupportedSite(f"gradients are not available at {sites.label(number)}")
     tensors: dict[int, torch.Tensor] = {}
     net.requires_grad_(False)  # only activations need gradients
     device = next(net.parameters()).device
@@ -246,7 +246,7 @@ class TransformersEngine(Engine):
         for option, size in {"max_num_seqs": max_num_seqs, "max_records": max_records, "bank_bytes": bank_bytes,
                              "max_model_len": 1 if max_model_len is None else max_model_len}.items():  # fmt: skip
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-                raise ProgramError(f"expected a whole number from 1 on, got {size!r}", option)
+                raise ProgramError(f"expected a positive integer, got {size!r}", option)
         as_flag(trust_remote_code, "trust_remote_code")
         as_flag(skip_tokenizer_init, "skip_tokenizer_init")
         self.device: str = _checked_device(device)
@@ -345,7 +345,7 @@ class TransformersEngine(Engine):
     def report(self) -> list[Finding]:
         why = self._call(self._recompute.why_whole).result()
         if why:
-            return [Finding("configuration", "recompute", "note", f"every run is computed whole: {why}")]
+            return [Finding("configuration", "recompute", "note", f"every run is computed in full: {why}")]
         words = "runs that share a prompt are computed from the first layer and position that their programs change"
         return [Finding("configuration", "recompute", "ok", words)]
 
@@ -507,7 +507,7 @@ class TransformersEngine(Engine):
         placement = self._room.place(record_count(bound.ops), sizes)
         if placement is None:
             raise CapacityError(
-                "the batch has no room for this program's records or vectors; raise max_records or bank_bytes, or "
+                "this program's records or vectors do not fit in the batch; raise max_records or bank_bytes, or "
                 "run fewer programs at once"
             )
         self._placements[request.run] = placement
@@ -604,9 +604,9 @@ def _checked_device(device: str | None) -> str:
         asked = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ModelError(f"expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}", "device") from None
-    fix = f"there are {gpus} GPUs" if gpus else "PyTorch finds no GPU; leave device= out to use the CPU"
+    fix = f"PyTorch finds {gpus} GPUs" if gpus else "PyTorch finds no GPU; omit device= to use the CPU"
     if asked.type == "cuda" and (asked.index or 0) >= gpus:
-        raise ModelError(f"{device} is not there: {fix}", "device")
+        raise ModelError(f"{device} is not available: {fix}", "device")
     try:
         torch.zeros(1, device=asked).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
@@ -631,14 +631,14 @@ def load_net(name: str, dtype: torch.dtype | str, trust_remote_code: bool = Fals
             name, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **exact
         )
     except ImportError as error:  # a library for quantised weights is missing
-        raise ModelError(f"Transformers cannot load this checkpoint here: {error}") from error
+        raise ModelError(f"Transformers cannot load this checkpoint: {error}") from error
     net, loading = loaded
     missing = sorted(loading["missing_keys"])
     if missing:
         others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise ModelError(
-            f"the checkpoint lacks {', '.join(missing[:5])}{others}, which {type(net).__name__} reads; Transformers "
-            "would initialize them at random. Is it a causal language model's?"
+            f"the checkpoint lacks {', '.join(missing[:5])}{others}, required by {type(net).__name__}; Transformers "
+            "would initialize them at random. Is this a causal language model?"
         )
     return net
 
@@ -647,8 +647,8 @@ def _check_cache(net: Any) -> None:
     """Raise `ModelError` if the model does not accept the cache argument, as its state would be lost between steps."""
     if cache_name(type(net)) not in inspect.signature(net.forward).parameters:
         raise ModelError(
-            f"{type(net).__name__} takes no past_key_values: what it keeps between tokens is not passed on here. "
-            'engine="vllm" may run it'
+            f"{type(net).__name__} does not accept past_key_values, so its state would be lost between tokens; "
+            'engine="vllm" may support it'
         )
 
 
@@ -661,10 +661,10 @@ def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
     recurrent = "recurrent" in layer_kinds(config, len(kinds or ()))
     if not tabled or recurrent or (windowed and window is not None and window < max_model_len):
         why = "recurrent layers" if recurrent else "a sliding window"
-        why = why if tabled else "no site table that would tell what its layers count"
+        why = why if tabled else "no site table"
         raise ModelError(
-            f"padded on the right, what {config.model_type} models generate would lie behind the padding, and this one "
-            f'has {why}; use padding_side="left"'
+            f'padding_side="right" is not supported for {config.model_type} models with {why}: padding would precede '
+            'generated tokens; use padding_side="left"'
         )
 
 
@@ -674,7 +674,7 @@ def _max_positions(config: Any) -> int:
     for name in names:
         if isinstance(length := getattr(config, name, None), int):
             return length
-    raise ModelError(f"the config of {config.architectures} does not say how many tokens fit: give max_model_len")
+    raise ModelError(f"the config of {config.architectures} has no context length: set max_model_len")
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | str:
@@ -683,5 +683,5 @@ def _dtype(name: str | torch.dtype) -> torch.dtype | str:
         return word
     dtype = getattr(torch, {"half": "float16", "float": "float32"}.get(word, word), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ProgramError(f"no dtype {name!r}; there are auto, float32, bfloat16, float16", "dtype")
+        raise ProgramError(f"unknown dtype {name!r}; available: auto, float32, bfloat16, float16", "dtype")
     return dtype

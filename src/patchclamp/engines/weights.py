@@ -71,7 +71,7 @@ def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
     point = WEIGHTS[name].point
     if not point:
         if layer is not None:
-            raise UnsupportedSite(f"the model has one {name}, got layer {layer!r}", "layer")
+            raise UnsupportedSite(f"expected no layer for {name}, got {layer!r}", "layer")
         return []
     layers = sites.layers_with(point)
     if layer is None and layers:
@@ -80,7 +80,7 @@ def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
     if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
         chosen = int(layer) + sites.layers * (layer < 0)
     if chosen not in layers:
-        has = f"layers {layers} have" if layers else "no layer has"
+        has = f"only layers {layers} have" if layers else "no layer has"
         raise UnsupportedSite(f"{sites.family.name} models: {has} {name}, got layer {layer!r}", "layer")
     return [chosen]
 

@@ -256,7 +256,7 @@ class CapturedFile:
         try:
             import torch  # noqa: F401  captures are returned as tensors
         except ImportError:
-            raise EngineError("what was captured comes as tensors of PyTorch: pip install torch") from None
+            raise EngineError("captures are returned as PyTorch tensors: pip install torch") from None
         self._count, self._head = count, bytearray()
         self._tensors: dict[str, TensorEntry] | None = None
         self._memory: dict[str, np.ndarray] = {}
@@ -274,7 +274,7 @@ class CapturedFile:
             rest, self._head = rest[end - before :], bytearray()
         while len(rest):
             if not self._places:
-                raise EngineError("what was captured came with more bytes than its header says")
+                raise EngineError("the captures have more bytes than their header declares")
             place = self._places.popleft()
             size = min(len(place), len(rest))
             place[:size] = rest[:size]
@@ -287,7 +287,7 @@ class CapturedFile:
         import torch
 
         if self._tensors is None or self._places:
-            raise EngineError("what was captured broke off before its end")
+            raise EngineError("the captures are truncated")
         read: dict[str, torch.Tensor] = {}
         for name, each in self._tensors.items():
             memory, dtype = torch.from_numpy(self._memory[name]), getattr(torch, DTYPES[each.dtype])
@@ -302,7 +302,7 @@ class CapturedFile:
             if tensors.keys() != names or not all(each.dtype in DTYPES for each in tensors.values()):
                 raise ValueError(f"tensors {', '.join(list(tensors)[:4])} …")
         except ValueError as error:
-            raise EngineError(f"what was captured is not what was asked for: {error}") from None
+            raise EngineError(f"the captures do not match the request: {error}") from None
         for name, each in sorted(tensors.items(), key=lambda pair: pair[1].data_offsets):
             self._memory[name] = np.empty(each.data_offsets[1] - each.data_offsets[0], np.uint8)
             if self._memory[name].size:

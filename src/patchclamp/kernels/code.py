@@ -44,10 +44,10 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                 arguments["site"] = code.sites[point]
             result = code.fn(rows.clone(), **arguments)  # a normal tensor of its own, which `fn` may keep or modify
             if not isinstance(result, torch.Tensor):
-                raise TypeError(f"expected a tensor {list(rows.shape)} as its result, got {type(result).__name__}")
+                raise TypeError(f"expected a result tensor {list(rows.shape)}, got {type(result).__name__}")
             if result.shape != rows.shape or result.layout != torch.strided:
                 raise TypeError(
-                    f"expected a tensor {list(rows.shape)} as its result, got {list(result.shape)}, {result.layout}"
+                    f"expected a result tensor {list(rows.shape)}, got {list(result.shape)}, {result.layout}"
                 )
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
     except (TokensError, UnsupportedSite) as error:  # of an edit of attention

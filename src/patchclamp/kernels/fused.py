@@ -101,17 +101,17 @@ def apply(
                     0, _on(h_AW, _value_rows(alike, position[some], h_AW.shape[1])), h_AW[_on(h_AW, some)]
                 )
             elif kind == SPAN:
-                assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
-                assert token_R is not None, "a record needs token ids, and the engine gave none"
+                assert bits_R is not None, "a record needs row bits, but the engine passed none"
+                assert token_R is not None, "a record needs token ids, but the engine passed none"
                 _span(named(alike, SPAN), at[some], token_R, bits_R, rows, table)
             elif kind in DECIDE:
-                assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
+                assert bits_R is not None, "a record needs row bits, but the engine passed none"
                 _decide(int(kind), h_AW, some, named(alike, int(kind)), at, bits_R, rows, table, bank_B)
             elif kind == MATCH:
-                assert token_R is not None, "a record needs token ids, and the engine gave none"
+                assert token_R is not None, "a record needs token ids, but the engine passed none"
                 matched[some] = _match(token_R[_on(token_R, at[some])], alike, bank_B)
             elif kind == APPLY:
-                assert code is not None, "a record runs code, and the engine gave none"
+                assert code is not None, "a record runs code, but the engine passed none"
                 broken[some] |= ~_run(h_AW, some, alike, point, position[some], code)
             else:
                 _edit(int(kind), h_AW, some, alike, position[some], bank_B)
@@ -190,7 +190,7 @@ def _held(
     bits_R: np.ndarray | None,
 ) -> np.ndarray:  # fmt: skip
     """A mask of the rows whose `WHEN` record holds."""
-    assert bits_R is not None, "a record needs the bits of rows, and the engine gave none"
+    assert bits_R is not None, "a record needs row bits, but the engine passed none"
     fields = named(records, WHEN)
     is_set = bits_R[row] >> fields["bit"] & 1 == 1
     return np.where(fields["latch"] < 0, is_set, position >= table.latches[slot, fields["latch"]])

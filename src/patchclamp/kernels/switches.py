@@ -12,12 +12,12 @@ from patchclamp.errors import EngineError
 
 VARIABLE = "PATCHCLAMP_DISABLE"
 SWITCHES = {
-    "launcher": "Triton's launcher is called directly; plainly, a kernel is launched through Triton",
-    "op_class": "compiled code finds a plain function under the op's name; plainly, PyTorch's dispatcher is asked",
-    "cut_graphs": "graphs are cut down to the taps that a step needs; plainly, the whole graph is replayed",
-    "equal_layers": "equal layers are compiled once; plainly, each with its own taps",
-    "alike_requests": "vLLM processes requests with the same settings once; plainly, each",
-    "pinned_upload": "a kernel reads changed words from pinned memory; plainly, each run of them is copied",
+    "launcher": "call Triton's launcher directly; off: launch kernels through Triton",
+    "op_class": "call a plain function under the op's name in compiled code; off: go through PyTorch's dispatcher",
+    "cut_graphs": "cut graphs down to the taps that a step needs; off: replay the whole graph",
+    "equal_layers": "compile equal layers once; off: each with its own taps",
+    "alike_requests": "process equal request settings in vLLM once; off: for each request",
+    "pinned_upload": "read changed words from pinned memory in a kernel; off: copy each run of them",
 }
 
 logger: logging.Logger = logging.getLogger("patchclamp")
@@ -28,7 +28,7 @@ def read(value: str) -> set[str]:
     names = {name.strip() for name in value.split(",")} - {""}
     if not names <= SWITCHES.keys():
         unknown = ", ".join(sorted(names - SWITCHES.keys()))
-        raise EngineError(f"{VARIABLE} names {unknown}; there are: {', '.join(SWITCHES)}")
+        raise EngineError(f"{VARIABLE}: unknown switches {unknown}; available: {', '.join(SWITCHES)}")
     return names
 
 

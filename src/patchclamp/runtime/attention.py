@@ -181,5 +181,5 @@ class EditedAttention:
         error, size = float((result_HE - engines_HE).norm()), float(engines_HE.norm())  # 0 if a program zeroes v
         if math.isfinite(size) and not error <= MAX_ERROR[dtype] * size:
             raise UnsupportedSite(
-                f"attention of this model is not its patterns times its values ({error:.1g} off, of {size:.1g}): edit z"
+                f"attention output does not equal pattern × values (error {error:.1g}, norm {size:.1g}): edit z"
             )

@@ -73,7 +73,7 @@ def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) 
         "changed": [path for path, address in filled.items() if recorded.get(path, address) != address],
     }
     changes = "; ".join(f"{kind}: {', '.join(sorted(paths))}" for kind, paths in kinds.items() if paths)
-    raise AddressMoved(f"the CUDA graph of {graph} reads other memory than this step filled. {changes}")
+    raise AddressMoved(f"the CUDA graph of {graph} reads different memory than this step filled. {changes}")
 
 
 PATIENCE = 12  # replays for the same points before a copy is made, which costs about as much as 12 replays save

@@ -722,7 +722,7 @@ class CudaStep:
             point not in self._tapped and (upfront is None or self.tables.table.sampled[point])
             for point in plan.by_tap[1]
         ):
-            raise ModelError("rows that were to be captured did not come by their taps")
+            raise ModelError("rows to capture did not reach their taps")
         if upfront is not None:
             self._reduce_upfront(plan)
             if not begin:

@@ -150,7 +150,7 @@ class Dictionaries:
                     room = torch.empty(array.size, dtype=dtypes[part], device=self._device)
                 on_device[part] = room.view(array.shape).copy_(torch.from_numpy(np.array(array)))
         except torch.OutOfMemoryError:
-            raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at start, as sae_bytes") from None
+            raise CapacityError(f"the SAE needs {needed:,} bytes: reserve them at startup with sae_bytes") from None
         self._of[name] = attached = DeviceSAE(sae, on_device)
         if self._size:
             self._used[attached] = begin - needed, begin
@@ -166,7 +166,7 @@ class Dictionaries:
         if self._size and begin + needed > self._size:
             used = sum(end - first for first, end in self._used.values())
             raise CapacityError(
-                f"the SAE needs {needed:,} bytes, and sae_bytes={self._size:,} has {self._size - used:,} left"
+                f"the SAE needs {needed:,} bytes, but sae_bytes={self._size:,} has {self._size - used:,} left"
             )
         return begin
 

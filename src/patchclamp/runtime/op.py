@@ -48,7 +48,7 @@ def acting(
 def carrying(points: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """A tensor that passes a layer's points to the op through compiled code, which is then equal for every layer."""
     if device.type == "meta":  # the op would silently do nothing
-        raise ModelError("a traced graph is on no device, so that its taps could not act")
+        raise ModelError("a traced graph has no device, so its taps would do nothing")
     tensor = torch.zeros(1, device=device)
     tensor.patchclamp_points = points  # type: ignore[attr-defined]
     return tensor

@@ -145,7 +145,7 @@ def _shard_action(action: Action, shard: Shard) -> Action:
     if isinstance(action, Noisy):
         if shard.first % 4:
             raise UnsupportedSite(
-                f"noise is drawn four columns at a time, and this worker's begin at column {shard.first}: use another "
+                f"noise is drawn four columns at a time, but this worker's start at column {shard.first}: use another "
                 "tensor_parallel_size"
             )
         return msgspec.structs.replace(action, first_column=shard.first)
@@ -219,21 +219,21 @@ class ResidentRows:
                 rows = self._captured([source])[0] if found is None else found
                 if len(rows) < count:
                     raise MissingSource(
-                        f"run {source[0]} captured {len(rows)} positions at {self._sites.label(source[1])}, not {count}"
+                        f"run {source[0]}: expected {count} rows of {self._sites.label(source[1])}, got {len(rows)}"
                     )
                 self._check_whole(source, rows)
             self._unwritten[resident] = begin, rows[:count]
             self._places[resident] = begin, rows.shape[-1]
         if self._places.get(resident, (-1, 0))[0] != begin:
-            raise MissingSource(f"the rows of {name[:40]} could not be brought into the bank when they were first read")
+            raise MissingSource(f"the rows of {name[:40]} could not be loaded into the bank on first read")
         return self._places[resident]
 
     def _check_whole(self, source: tuple[str, int], rows: torch.Tensor) -> None:
         width = self._sites.points[source[1]].width // self._sites.shard_count(source[1])
         if rows.shape[-1] != width:
             raise MissingSource(
-                f"run {source[0]} captured {self._sites.label(source[1])} projected, {rows.shape[-1]} numbers and not "
-                f"{width}"
+                f"run {source[0]} captured {self._sites.label(source[1])} projected: expected width {width}, got "
+                f"{rows.shape[-1]}"
             )
 
     def write(self) -> None:
@@ -419,7 +419,9 @@ class Runtime:
         self.widths: np.ndarray = np.array([shard.end - shard.first for shard in self.shards])
         self.sampled: np.ndarray = np.array([point.rows == "sampled" for point in sites.points])
         if limits.bank_bytes < 4 * int(self.widths.max()):
-            raise ShapeError(f"a row of this model is up to {4 * self.widths.max()} bytes; raise bank_bytes")
+            raise ShapeError(
+                f"expected bank_bytes of at least {4 * self.widths.max()}, a row of this model, got {limits.bank_bytes}"
+            )
         self.table: ProgramTable = ProgramTable(
             limits.max_programs + limits.cells, len(sites.points), limits.max_records, self.sampled
         )
@@ -704,7 +706,7 @@ class Runtime:
                 number = next(code_numbers)
                 self.hold_code(
                     arrival.bound.run,
-                    {number: Code(mine[0].path, function, ("positions",), what="the edit of attention")},
+                    {number: Code(mine[0].path, function, ("positions",), what="the attention edit")},
                 )
                 made.append(BoundOp(mine[0].path, RunCode(number), (at,), (), ranges))
         return made
@@ -724,7 +726,7 @@ class Runtime:
         self.hold_code(
             run,
             {
-                number: Code(ops[i].path, function, ("positions",), what="the edit of features")
+                number: Code(ops[i].path, function, ("positions",), what="the feature edit")
                 for i, (number, function) in numbers.items()
             },
         )
@@ -926,12 +928,10 @@ class Runtime:
         if view is not None and view.by_head:
             shape = hidden.shape[1], hidden.shape[3]
         if not fits(shape, view.tensor_width if view is not None and view.tensor_width else width):
-            raise ModelError(
-                f"{self.sites.describe_point(point)} should be {width} wide; its tensor is {list(hidden.shape)}"
-            )
+            raise ModelError(f"{self.sites.describe_point(point)}: expected width {width}, got {list(hidden.shape)}")
         if residual is not None and residual.shape != hidden.shape:
             raise ModelError(
-                f"{self.sites.describe_point(point)}: the two halves of the stream do not match, {list(hidden.shape)} "
+                f"{self.sites.describe_point(point)}: the stream's two halves differ in shape, {list(hidden.shape)} "
                 f"and {list(residual.shape)}"
             )
         if view is not None and (view.heads or view.by_head or view.factor != 1.0):

@@ -131,7 +131,7 @@ def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
             if type(module).__name__ == "PPMissingLayer":
                 return module
             parent = ".".join(walked) or type(model).__name__
-            raise ModelError(f"{parent} has no {name!r} (for {path}); it has: {', '.join(children) or 'no submodules'}")
+            raise ModelError(f"{parent} has no {name!r} (for {path}); available: {', '.join(children) or 'none'}")
         module = children[name]
         walked.append(name)
     return module

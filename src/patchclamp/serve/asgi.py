@@ -31,7 +31,7 @@ EXIT_S = 8.0  # after that the process exits, whatever still runs
 
 
 async def bound_shutdown(client: Any, state: Any) -> None:
-    """Waits until the server or its engine ends, then fails the running requests and makes sure the process exits."""
+    """Wait until the server or its engine ends, then fail the running requests and make sure the process exits."""
     while (server := getattr(state, "server", None)) is None:
         await asyncio.sleep(LOOK_EVERY_S)
     config = server.config
@@ -49,7 +49,7 @@ async def bound_shutdown(client: Any, state: Any) -> None:
 
 
 def attach(app: Any) -> None:
-    """Adds the routes to an app. They work once `start` has run."""
+    """Add the routes to an app. They work once `start` has run."""
     app.exception_handler(PatchclampError)(answer_error)
     app.add_middleware(NoVariants)
     openai.attach(app)
@@ -63,10 +63,10 @@ def attach(app: Any) -> None:
 
 
 async def start(client: Any, state: Any, args: Any) -> None:
-    """Proves the sites. Raises `EngineError` for an engine without patchclamp, which would ignore every program."""
+    """Prove the sites. Raises `EngineError` for an engine without patchclamp, which would ignore every program."""
     if enabled(client.vllm_config) is None:
         raise EngineError(
-            "this server's engine was started without patchclamp: use `patchclamp serve`, or give "
+            "this server's engine was started without patchclamp: use `patchclamp serve`, or pass "
             "--additional-config '{\"patchclamp\": {}}'"
         )
     state.patchclamp = front_of(client)
@@ -78,7 +78,7 @@ async def start(client: Any, state: Any, args: Any) -> None:
 
 
 async def answer_error(request: Any, error: Exception) -> Any:
-    """Responds to a `PatchclampError` with OpenAI's error object and the error's status."""
+    """Respond to a `PatchclampError` with OpenAI's error object and the error's status."""
     assert isinstance(error, PatchclampError)
     front: Front = request.app.state.patchclamp
     authorization = request.headers.get("Authorization")
@@ -111,7 +111,9 @@ class NoVariants:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             asked = None  # the route reports the error
         if await split_variant(asked, scope["app"].state.openai_serving_models) is not None:
-            error = MissingSource(f"{path} does not run programs; ask {' or '.join(PATHS)} for {asked}", "model")
+            error = MissingSource(
+                f"programs are not supported on {path}; use {' or '.join(PATHS)} for {asked}", "model"
+            )
             response = await answer_error(Request(scope), error)
             return await response(scope, receive, send)
 

@@ -20,10 +20,10 @@ QUICK_BYTES = 1 << 16  # longest body that is parsed within milliseconds
 
 
 async def read_body(request: Request, limits: ServeLimits, limit: str = "body_bytes") -> bytes:
-    """Reads a body. Raises `TooLarge` over a limit: before reading if Content-Length exceeds it, else as soon as the
+    """Read a body. Raises `TooLarge` over a limit: before reading if Content-Length exceeds it, else as soon as the
     data does. Raises `ProgramError` for a body with a Content-Encoding."""
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise ProgramError("a body is sent as it is, without a Content-Encoding", "body")
+        raise ProgramError("Content-Encoding is not supported: send the body unencoded", "body")
     limits.check(limit, said_bytes(request), "bytes of the body", "body")
     body, values = bytearray(), 0
     async for chunk in request.stream():
@@ -61,7 +61,7 @@ class OpenAIRoute(APIRoute):
 
 
 def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> Callable[[], Awaitable[Any]]:
-    """Wraps a request's `receive` to check limits before the body is parsed. Values are counted once `mark` is in the
+    """Wrap a request's `receive` to check limits before the body is parsed. Values are counted once `mark` is in the
     body. Errors are raised as `HTTPException`, because FastAPI propagates no others."""
     body, values, is_marked = bytearray(), 0, False
 
@@ -87,7 +87,7 @@ def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> 
 
 
 async def check_values(body: bytes, limits: ServeLimits, has_object: bool = False) -> None:
-    """Raises `TooLarge` for too many values under the key "patchclamp" of a body. With `has_object`, a body whose
+    """Raise `TooLarge` for too many values under the key "patchclamp" of a body. With `has_object`, a body whose
     key is spelled differently (escaped) is counted whole."""
     most, values = limits.json_values, body.count(b",")
     if values <= most and len(body) <= QUICK_BYTES:

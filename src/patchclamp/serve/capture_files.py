@@ -76,7 +76,7 @@ class File(NamedTuple):
         return cls(header, len(header) + sum(tensor.nbytes for tensor in ordered), ordered)
 
     async def parts(self, fetch: Fetch) -> AsyncIterator[bytes | memoryview]:
-        """Yields the file's bytes. The header is yielded after the first rows are fetched, so that their errors are
+        """Yield the file's bytes. The header is yielded after the first rows are fetched, so that their errors are
         raised before anything is sent."""
         before = self.header
         for batch in _batches(window for tensor in self.tensors for window in tensor.windows):
@@ -100,7 +100,7 @@ def _rows(window: FileWindow, captured: list[Captured]) -> np.ndarray:
 
 
 def _batches(windows: Iterable[FileWindow]) -> Iterator[list[FileWindow]]:
-    """Groups small windows, to read up to `PART_BYTES` together."""
+    """Group small windows, to read up to `PART_BYTES` together."""
     batch: list[FileWindow] = []
     for window in windows:
         if batch and sum(each.size for each in batch) + window.size > PART_BYTES:
@@ -112,7 +112,7 @@ def _batches(windows: Iterable[FileWindow]) -> Iterator[list[FileWindow]]:
 
 
 def cut(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cuts rows into half-open ranges of at most `PART_BYTES`, or one row."""
+    """Cut rows into half-open ranges of at most `PART_BYTES`, or one row."""
     step = max(1, PART_BYTES // max(1, row_bytes))
     return ((begin, min(begin + step, count)) for begin in range(0, count, step))
 
@@ -223,7 +223,7 @@ def file_of(run: Run) -> File:
 
 
 def _windows(run: Run, layout: Layout) -> Iterator[FileWindow]:
-    """Cuts the rows at positions. Each window reads the rows between two cuts from every op that captured them."""
+    """Cut the rows at positions. Each window reads the rows between two cuts from every op that captured them."""
     positions = np.unique(np.concatenate([stored.positions for stored in layout.stored])).tolist()
     row_bytes = 4 * run.width_at(layout.ref.point) * len(layout.stored)
     for begin, end in [(0, len(positions))] if layout.pool and positions else cut(len(positions), row_bytes):

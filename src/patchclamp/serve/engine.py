@@ -68,7 +68,7 @@ Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32
 
 @router.get("/info")
 async def info(request: Request) -> Response:
-    """Returns the properties of the engine that a client needs, as msgpack."""
+    """Return the properties of the engine that a client needs, as msgpack."""
     front, owner = caller(request)
     sites = front.engine.sites
     told = wire.Info(
@@ -81,12 +81,14 @@ async def info(request: Request) -> Response:
 
 @router.post("/run")
 async def run(request: Request) -> Response:
-    """Runs a batch and streams the results as its requests end."""
+    """Run a batch and stream the results as its requests end."""
     front, owner = caller(request)
     await front.ready()
     batch = await _read(request, wire.WireBatch)
     if len(batch.requests) > wire.MAX_REQUESTS:
-        raise CapacityError(f"expected at most {wire.MAX_REQUESTS} in a batch, got {len(batch.requests)}", "requests")
+        raise CapacityError(
+            f"expected at most {wire.MAX_REQUESTS} requests in a batch, got {len(batch.requests)}", "requests"
+        )
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
     requests = await asyncio.to_thread(lambda: [_request(front, owner, each, vectors) for each in batch.requests])
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
@@ -97,23 +99,23 @@ async def run(request: Request) -> Response:
 
 @router.get("/batches")
 async def batches(request: Request) -> Response:
-    """Returns the reason why the server takes no jobs to grade, as msgpack."""
+    """Return the reason why the server takes no jobs to grade, as msgpack."""
     front, _ = caller(request)
     return Response(msgspec.msgpack.encode(await asyncio.to_thread(lambda: front.lm.batch_refusal)))
 
 
 @router.post("/grade")
 async def grade(request: Request) -> Response:
-    """Grades the programs of jobs and streams the results as they arrive."""
+    """Grade the programs of jobs and stream the results as they arrive."""
     front, owner = caller(request)
     await front.ready()
     asked = await _read(request, wire.WireJobs)
     if len({(job.kl, job.top) for job in asked.jobs}) != 1:
-        raise ProgramError("expected jobs, with the same kl and top", "jobs")
+        raise ProgramError("expected one or more jobs with the same kl and top", "jobs")
     vectors = await asyncio.to_thread(_vectors, asked.vectors)
     jobs = await asyncio.to_thread(_jobs, front, owner, asked, vectors)
     programs = sum(job.count + 1 for job in jobs)
-    front.limits.check("sweep_cells", programs, "programs to grade, with each prompt", "programs")
+    front.limits.check("sweep_cells", programs, "programs to grade, including each prompt", "programs")
     numbers = sum((job.count + 1) * (sum(map(len, job.terms)) + 2 * job.top) for job in jobs)
     if numbers > MAX_NUMBERS:
         raise CapacityError(f"expected at most {MAX_NUMBERS} scored tokens in all programs, got {numbers}", "jobs")
@@ -126,20 +128,20 @@ async def grade(request: Request) -> Response:
 
 @router.post("/fetch")
 async def fetch(request: Request) -> Response:
-    """Returns captured rows as safetensors."""
+    """Return captured rows as safetensors."""
     front, owner = caller(request)
     wanted = (await _read(request, wire.Fetch)).wanted
     for name, point, *_ in wanted:
         _check_owned(owner, name)
         if not 0 <= point < len(front.engine.sites.points):
-            raise ProgramError(f"there is no point {point}", "wanted")
+            raise ProgramError(f"point {point} is out of range", "wanted")
     file = await numbered_file(front.engine, wanted)
     return await answer(file, front.engine.fetch_windows, lambda error: front.failed(error, owner))
 
 
 @router.post("/lens")
 async def lens(request: Request) -> Response:
-    """Returns the likeliest tokens of captured rows, as msgpack."""
+    """Return the likeliest tokens of captured rows, as msgpack."""
     front, owner = caller(request)
     asked = await _read(request, wire.LensWanted)
     sites = front.engine.sites
@@ -149,7 +151,7 @@ async def lens(request: Request) -> Response:
         )
     for _, point, *_ in asked.wanted:
         if not 0 <= point < len(sites.points) or not sites.lens_reads(point):
-            raise ProgramError(f"there is no point {point} that a lens reads", "wanted")
+            raise ProgramError(f"a lens cannot read point {point}", "wanted")
     if asked.translator is not None and asked.translator.matrix.shape[0] != sites.d_model:
         raise ShapeError(
             f"expected a matrix [{sites.d_model}, {sites.d_model}], got {list(asked.translator.matrix.shape)}",
@@ -171,7 +173,7 @@ async def lens(request: Request) -> Response:
 
 @router.post("/dictionary")
 async def dictionary(request: Request) -> Response:
-    """Returns some features of an attached SAE, as safetensors."""
+    """Return some features of an attached SAE, as safetensors."""
     front, _ = caller(request)
     asked = await _read(request, wire.DictionaryWanted)
     rows = _dictionary(front, asked.name, asked.ids).rows(asked.ids)
@@ -191,7 +193,7 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
 
 @router.post("/free")
 async def free(request: Request) -> dict[str, bool]:
-    """Frees the captures of runs, and aborts or ends runs."""
+    """Free the captures of runs, and abort or end runs."""
     front, owner = caller(request)
     told = await _read(request, wire.Free)
     for name in (*told.release, *told.abort, *told.end):
@@ -207,7 +209,7 @@ async def free(request: Request) -> dict[str, bool]:
 
 @router.get("/live/{session}")
 async def live(session: Session, request: Request) -> Response:
-    """Streams a heartbeat for as long as the client is connected. When the connection closes and the client does not
+    """Stream a heartbeat for as long as the client is connected. When the connection closes and the client does not
     reconnect, the captures of its runs are freed."""
     front, owner = caller(request)
     name = f"{owner}-{session}"
@@ -235,11 +237,11 @@ async def leave(session: Session, request: Request) -> Response:
 
 @router.post("/tokenizer")
 async def tokenizer(request: Request) -> Response:
-    """Calls a method of the tokenizer and returns its result as msgpack."""
+    """Call a method of the tokenizer and return its result as msgpack."""
     front, _ = caller(request)
     asked = await _read(request, wire.Tokenize)
     if asked.method not in ARGUMENTS:
-        raise ProgramError(f"there is no {asked.method!r}; there are {', '.join(ARGUMENTS)}", "method")
+        raise ProgramError(f"unknown method {asked.method!r}; available: {', '.join(ARGUMENTS)}", "method")
     owner = front.engine if asked.method == "text_of" else front.engine.tokenizer
     method: Callable[..., Any] = getattr(owner, asked.method)
     try:
@@ -248,13 +250,13 @@ async def tokenizer(request: Request) -> Response:
             front.engine.check_sampling(args[1])
         result = await asyncio.to_thread(method, *args)
     except (msgspec.ValidationError, TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:
-        raise ProgramError(f"{asked.method} does not take these arguments: {error}", "args") from None
+        raise ProgramError(f"invalid arguments of {asked.method}: {error}", "args") from None
     return Response(msgspec.msgpack.encode(result), media_type="application/msgpack")
 
 
 @router.post("/weight")
 async def weight(request: Request) -> Response:
-    """Returns one of the model's weights as safetensors."""
+    """Return one of the model's weights as safetensors."""
     front, _ = caller(request)
     asked = await _read(request, wire.Weight)
     layers = checked_layers(front.engine.sites, asked.name, asked.layer)
@@ -271,7 +273,7 @@ async def weight(request: Request) -> Response:
 
 @router.post("/sampling")
 async def sampling(request: Request) -> dict[str, bool]:
-    """Checks sampling parameters; an error response if the engine does not support them."""
+    """Check sampling parameters; an error response if the engine does not support them."""
     front, _ = caller(request)
     front.engine.check_sampling(await _read(request, dict))
     return {"ok": True}
@@ -279,7 +281,7 @@ async def sampling(request: Request) -> dict[str, bool]:
 
 @router.get("/status")
 async def status(request: Request) -> Response:
-    """Returns counts of the objects that the engine holds."""
+    """Return counts of the objects that the engine holds."""
     front, _ = caller(request)
     return JSONResponse(await front.engine.status_async())
 
@@ -303,7 +305,7 @@ class _Running:
         self._records: dict[int, int] = {}  # of running requests, by index
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yields frames of events until every request has ended."""
+        """Yield frames of events until every request has ended."""
         for i, (request, asked) in enumerate(zip(self._requests, self._batch.requests, strict=True)):
             if asked.listens:
                 request.listener = _PartQueue(i, self._events)
@@ -319,7 +321,7 @@ class _Running:
             yield wire.frame(events)
 
     def stop(self) -> None:
-        """Aborts the requests that have not ended."""
+        """Abort the requests that have not ended."""
         programs = sum(request.bound is not None for request in self._requests)
         log("batch", self._owner, requests=len(self._requests), programs=programs, stopped=len(self._left),
             took_s=round(time.perf_counter() - self._began_s, 6))  # fmt: skip
@@ -330,7 +332,7 @@ class _Running:
             self._front.engine.abort(list(self._left))
 
     def _start(self) -> None:
-        """Starts as many waiting requests as fit now."""
+        """Start as many waiting requests as fit now."""
         most, used, numbers = self._front.limits.program_records, sum(self._records.values()), []
         for i, records in self._waiting.items():
             if used and used + records > most:
@@ -345,14 +347,14 @@ class _Running:
             future.add_done_callback(lambda done, i=i: self._end(i, done))
 
     def _abort(self, run: str) -> None:
-        """Aborts a request that has not started."""
+        """Abort a request that has not started."""
         for i in [i for i in self._waiting if self._requests[i].run == run]:
             del self._waiting[i]
             self._events.put_nowait(wire.Failed(i, pack(EngineError(ABORTED))))
         self._front.waiting.pop(run, None)
 
     def _end(self, i: int, future: Future[Answer]) -> None:
-        """Posts the answer or the error of a request; called on the event loop's thread."""
+        """Post the answer or the error of a request; called on the event loop's thread."""
         del self._records[i]
         if self._waiting:
             self._start()
@@ -378,7 +380,7 @@ class _Grading(ClientWork):
         super().__init__(front, owner)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yields frames of events until every program is graded, or one of the error."""
+        """Yield frames of events until every program is graded, or one of the error."""
         while (event := await self.events.get()) is not None:
             if isinstance(event, PatchclampError):
                 self.front.failed(event, self.owner)
@@ -412,16 +414,16 @@ class _PartQueue:
 
 
 async def _read(request: Request, kind: type[Body]) -> Body:
-    """Reads and decodes a body. Raises `ProgramError` if it is invalid, and `CapacityError` if it is too large."""
+    """Read and decode a body. Raises `ProgramError` if it is invalid, and `CapacityError` if it is too large."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > wire.MAX_BODY_BYTES:
-            raise CapacityError(f"the body has more than {wire.MAX_BODY_BYTES} bytes: send less at once")
+            raise CapacityError(f"expected a body of at most {wire.MAX_BODY_BYTES} bytes: send less at once")
     try:
         return await asyncio.to_thread(msgspec.msgpack.decode, data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise ProgramError(f"not what is said here (patchclamp.engines.wire): {error}") from None
+        raise ProgramError(f"expected a message of patchclamp.engines.wire: {error}") from None
 
 
 def _vectors(data: bytes) -> dict[str, np.ndarray]:
@@ -430,26 +432,28 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
     try:
         vectors = safetensors.numpy.load(data)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ProgramError(f"not safetensors: {error}", "vectors") from None
+        raise ProgramError(f"expected safetensors: {error}", "vectors") from None
     for key, rows in vectors.items():
         if rows.dtype != np.float32 or rows.ndim != 2:
             raise ProgramError(
                 f"expected rows [n, W] of fp32, got {list(rows.shape)} of {rows.dtype}", f"vectors.{key}"
             )
         if not is_content(key, rows):  # keys are shared between clients by content
-            raise ProgramError("its key is not the hash of its content", f"vectors.{key}"[:200])
+            raise ProgramError("the key is not the hash of its content", f"vectors.{key}"[:200])
     return vectors
 
 
 def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> EngineRequest:
-    """Checks a request for the engine. patchclamp's client has checked it, others may not have."""
+    """Check a request for the engine. patchclamp's client has checked it, others may not have."""
     model = front.engine.model
     _check_owned(owner, asked.run)
     ids = asked.prompt_token_ids
     if not ids or not all(0 <= token < model.d_vocab for token in (*ids, *asked.score)):
-        raise ProgramError(f"a prompt is token ids from 0 to {model.d_vocab - 1}", asked.run)
+        raise ProgramError(f"expected a prompt of token ids from 0 to {model.d_vocab - 1}", asked.run)
     if asked.max_tokens < 1 or len(ids) + asked.max_tokens > model.max_model_len:
-        raise ProgramError(f"{len(ids)} + {asked.max_tokens} tokens do not fit {model.max_model_len}", asked.run)
+        raise ProgramError(
+            f"expected at most {model.max_model_len} tokens, got {len(ids)} + {asked.max_tokens}", asked.run
+        )
     front.engine.check_sampling(asked.sampling)
     bound = None if asked.carried is None else _carried(front, owner, asked).bound
     used = {} if bound is None else _used(asked, vectors)
@@ -470,14 +474,14 @@ def _job(
     front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.ndarray], sizes: Mapping[str, tuple[int, int]],
     sources: tuple[SourceRun, ...],
 ) -> GradeJob:  # fmt: skip
-    """Checks a job, and its programs as those of a request."""
+    """Check a job, and its programs as those of a request."""
     suffixes = [tuple(suffix) for suffix in asked.suffixes]
     longest = max(map(len, suffixes), default=0) + 1
     tokens = [*itertools.chain(*suffixes), *(token for terms in asked.terms for _, _, token in terms)]
     _request(front, owner, wire.WireRequest(asked.name, asked.prompt, longest, score=tokens), {})
     for number, offset, _ in itertools.chain(*asked.terms):
         if not (0 <= number < len(suffixes) and 0 <= offset <= len(suffixes[number])):
-            raise ProgramError("a score is of no sequence", asked.name)
+            raise ProgramError("a score's sequence or offset is out of range", asked.name)
     if not suffixes or not all(asked.terms) or not 0 <= asked.top <= MAX_SCORES:
         raise ProgramError(f"expected sequences and scores, and top from 0 to {MAX_SCORES}", asked.name)
     try:
@@ -501,7 +505,7 @@ def _job(
 
 
 def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.ndarray]) -> list[GradeJob]:
-    """Checks the jobs of a request. They share the rows that they read, so the sizes of these are its own."""
+    """Check the jobs of a request. They share the rows that they read, so the sizes of these are its own."""
     points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
     for key, rows in asked.rows.items():
         try:
@@ -509,19 +513,19 @@ def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.
         except ValueError:
             read = None
         if read is None or not 0 <= read[1] < len(points):
-            raise ProgramError(f"{key[:80]} is not a run's", "rows")
+            raise ProgramError(f"{key[:80]} is not the key of a run's rows", "rows")
         _check_owned(owner, read[0])
         runs.add(read[0])
         sizes[key] = rows, points[read[1]].width
     if any(rows > front.engine.model.max_model_len for rows, _ in sizes.values()):
-        raise ProgramError("more rows than a run has", "rows")
+        raise ProgramError("more rows than a run can have", "rows")
     sources = tuple(_DeclaredRun(run, dict(sizes)) for run in runs)
     sizes |= {key: (rows.shape[0], rows.shape[1]) for key, rows in vectors.items()}
     return [_job(front, owner, job, vectors, sizes, sources) for job in asked.jobs]
 
 
 def _never(number: int) -> BoundProgram | None:
-    raise AssertionError("a client's programs to grade run in batches alone")
+    raise AssertionError("a client's programs to grade run only in batches")
 
 
 class _DeclaredRun:
@@ -546,7 +550,7 @@ def _used(asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> dict[str, 
 
 
 def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
-    """Verifies the program of a request. It may read only runs of its owner."""
+    """Verify the program of a request. It may read only runs of its owner."""
     assert asked.carried is not None
     try:
         carried = decode(asked.carried)
@@ -555,11 +559,11 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProgramError(f"the program cannot be read: {error}", asked.run) from None
     if carried.bound.run != asked.run:
-        raise ProgramError(f"the program is run {carried.bound.run}'s", asked.run)
+        raise ProgramError(f"expected the program of {asked.run}, got that of {carried.bound.run}", asked.run)
     for run, _ in sources:
         _check_owned(owner, run)
     if any(rows > front.engine.model.max_model_len for rows, _ in carried.sizes.values()):
-        raise ProgramError("it reads more rows than a run has", asked.run)
+        raise ProgramError("it reads more rows than a run can have", asked.run)
     prompt = len(asked.prompt_token_ids)
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)
@@ -571,6 +575,6 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
 
 
 def _check_owned(owner: str, name: str) -> None:
-    """Raises `MissingSource` for a run of another owner, without revealing if it exists."""
+    """Raise `MissingSource` for a run of another owner, without revealing if it exists."""
     if name.count("-") != 2 or not name.startswith(f"{owner}-") or len(name) > 128 or not name.isascii():
-        raise MissingSource(f"there is no run {name[:128]!r} of yours")
+        raise MissingSource(f"unknown run {name[:128]!r} for this client")

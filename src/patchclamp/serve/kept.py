@@ -80,7 +80,7 @@ class NoteChannel:
         self.by, self.is_shared = uuid.uuid4().hex, engine.api_processes > 1
 
     def say(self, owner: str, name: str, kind: str, data: bytes = b"") -> None:
-        """Sends a note to the other processes."""
+        """Send a note to the other processes."""
         note = msgspec.msgpack.encode(Note(owner, name, kind, self.by, data))
         self._engine.say(f"{owner} {name}{' touched' if kind == 'touched' else ''}", note)
 
@@ -94,7 +94,7 @@ class NoteChannel:
 
 
 def pack_run(run: Run, request: Request) -> bytes:
-    """Serialises a finished run with its request."""
+    """Serialise a finished run with its request."""
     assert request.bound is not None
     keys = {op.condition.ids for op in request.bound.ops if op.condition is not None}
     note = RunNote(
@@ -106,7 +106,7 @@ def pack_run(run: Run, request: Request) -> bytes:
 
 
 def unpack_run(data: bytes, lm: LM) -> Run:
-    """Restores a run on this process's `lm`. Dropping it frees no captures."""
+    """Restore a run on this process's `lm`. Dropping it frees no captures."""
     note = msgspec.msgpack.decode(data, type=RunNote)
     vectors = {key: np.array(ids, np.float32).reshape(1, -1) for key, ids in note.ids.items()}
     request = Request(note.key, note.prompt_token_ids, note.max_tokens, note.bound, vectors, text=note.text,
@@ -138,7 +138,7 @@ class Owned(ChainMap[str, Any]):
         for name, run in runs.items():
             if key in (name, run.key):
                 return run
-        raise MissingSource(f"there is no run {key}; there are: {', '.join(runs) or 'none'}")
+        raise MissingSource(f"unknown run {key}; available: {', '.join(runs) or 'none'}")
 
 
 class _Owner:
@@ -190,16 +190,16 @@ class KeptObjects:
         entries = self.entries(owner, kind)
         if name not in entries:
             names = ", ".join(list(entries)[:20]) or "none"
-            raise MissingSource(f"there is no {kind} {name!r}{near(name, entries)}; there are: {names}")
+            raise MissingSource(f"unknown {kind} {name!r}{near(name, entries)}; available: {names}")
         return entries[name]
 
     def put(self, owner: str, kind: str, name: str, entry: Vector | Means | Program) -> None:
-        """Stores a vector, means or a program under a name, replacing one of the same kind. Raises `NameTaken` for a
+        """Store a vector, means or a program under a name, replacing one of the same kind. Raises `NameTaken` for a
         name of another kind, and `CapacityError` if the owner's bank is full."""
         self.check_free(owner, name, kind)
         size, others = bytes_of(entry), [each for key, each in self._owners[owner].sizes.items() if key != name]
         self.limits.check_room("bank_names", len(others), 1, "names in the bank")
-        self.limits.check_room("named_bytes", sum(others), size, "bytes of the bank")
+        self.limits.check_room("named_bytes", sum(others), size, "bytes in the bank")
         self._owners[owner].set(name, entry, size)
         if isinstance(entry, Program):
             self._say(owner, name, kind, lambda: entry.to_json().encode())
@@ -207,17 +207,17 @@ class KeptObjects:
             self._say(owner, name, kind, lambda: to_bytes(name, entry))
 
     def delete(self, owner: str, kind: str, name: str) -> None:
-        """Deletes a vector (or means) or a program. Raises `MissingSource`."""
+        """Delete a vector (or means) or a program. Raises `MissingSource`."""
         self.entry(owner, kind, name)
         self._owners[owner].delete(name)
         self._say(owner, name, "gone", lambda: b"it was deleted")
 
     def check_free(self, owner: str, name: str, kind: str) -> None:
-        """Raises `NameTaken` if an owner's run, vector or program of another kind has the name."""
+        """Raise `NameTaken` if an owner's run, vector or program of another kind has the name."""
         mine = self._owners[owner]
         has = "run" if name in mine.runs else kind_of(mine.bank[name]) if name in mine.bank else kind
         if has != kind:
-            raise NameTaken(f"{name!r} is a {has} here: delete that first, or choose another name")
+            raise NameTaken(f"{name!r} is already a {has}: delete it first, or choose another name")
 
     def owned(self, owner: str) -> Owned:
         """A snapshot of the names that an owner's programs may use, safe to read on any thread."""
@@ -225,10 +225,10 @@ class KeptObjects:
 
     @contextlib.contextmanager
     def room_for(self, owner: str, captured_bytes: int) -> Iterator[None]:
-        """Reserves memory for a run's captures while it runs. Raises `CapacityError` if its owner has none left."""
+        """Reserve memory for a run's captures while it runs. Raises `CapacityError` if its owner has none left."""
         mine = self._owners[owner]
         used = mine.expected_bytes + sum(kept.captured_bytes for kept in mine.runs.values())
-        what = "bytes that a run of so many max_tokens may capture"
+        what = "bytes that a run with this max_tokens may capture"
         self.limits.check_room("run_bytes", used, captured_bytes, what, "capture")
         mine.expected_bytes += captured_bytes
         try:
@@ -237,14 +237,14 @@ class KeptObjects:
             mine.expected_bytes -= captured_bytes
 
     def keep(self, owner: str, name: str, run: Run, request: Request | None = None) -> None:
-        """Stores a run under a name; other processes are notified if its `request` is given. Raises `CapacityError` if
+        """Store a run under a name; other processes are notified if its `request` is given. Raises `CapacityError` if
         the owner's runs leave no room, and `NameTaken`."""
         self.drop_old()
         self.check_free(owner, name, "run")
         runs = self._owners[owner].runs
         others = [kept.captured_bytes for key, kept in runs.items() if key != name]
         self.limits.check_room("kept_runs", len(others), 1, "runs", "run")
-        self.limits.check_room("run_bytes", sum(others), run.captured_bytes, f"bytes that run {name} captured", "run")
+        self.limits.check_room("run_bytes", sum(others), run.captured_bytes, f"bytes captured by run {name}", "run")
         if name in runs:
             self._close(owner, name, "another run took its name")
         runs[name] = _KeptRun(run, run.captured_bytes, self._clock())
@@ -262,30 +262,30 @@ class KeptObjects:
                 self._say(owner, name, "touched", bytes)
             return kept.run
         if (owner, name) in self._gone:
-            raise Gone(f"run {name} is no more: {self._gone[owner, name]}")
-        raise MissingSource(f"there is no run {name}")
+            raise Gone(f"run {name} is gone: {self._gone[owner, name]}")
+        raise MissingSource(f"unknown run {name}")
 
     def runs(self, owner: str) -> dict[str, Run]:
         self.drop_old()
         return {name: kept.run for name, kept in self._owners[owner].runs.items()}
 
     def drop(self, owner: str, name: str) -> None:
-        """Deletes a run and frees its captures."""
+        """Delete a run and free its captures."""
         self.run(owner, name)
         self._close(owner, name, "it was deleted")
 
     def let_go(self, owner: str, name: str, run: Run) -> None:
-        """Frees a run that is not to be kept, unless another run has taken its name."""
+        """Free a run that is not to be kept, unless another run has taken its name."""
         kept = self._owners[owner].runs.get(name)
         if kept is not None and kept.run is run:
-            self._close(owner, name, "its captures went along with its answer, and nobody asked to keep it")
+            self._close(owner, name, "its captures were returned with its answer, and keep was not set")
 
     def drop_old(self) -> None:
-        """Frees runs that were not read for `run_ttl_s` seconds."""
+        """Free runs that were not read for `run_ttl_s` seconds."""
         oldest = self._clock() - self.limits.run_ttl_s
         for owner, mine in self._owners.items():
             for name in [name for name, kept in mine.runs.items() if kept.touched_s < oldest and not kept.is_elsewhere]:
-                self._close(owner, name, f"nobody asked for it in {self.limits.run_ttl_s:g} seconds")
+                self._close(owner, name, f"it expired after {self.limits.run_ttl_s:g} seconds without access")
 
     def _say(self, owner: str, name: str, kind: str, pack: Callable[[], bytes]) -> None:
         if self._channel is not None:
@@ -296,7 +296,7 @@ class KeptObjects:
         self._say(owner, name, "gone", why.encode)
 
     def _forget(self, owner: str, name: str, why: str) -> None:
-        """Closes a run, unless it is unknown to this process, and stores the reason why it was dropped."""
+        """Close a run, unless it is unknown to this process, and store the reason why it was dropped."""
         if (kept := self._owners[owner].runs.pop(name, None)) is not None:
             kept.run.close()
         self._gone[owner, name] = why
@@ -304,7 +304,7 @@ class KeptObjects:
             del self._gone[next(iter(self._gone))]
 
     def hear(self, note: Note, lm: LM) -> None:
-        """Applies a note of another process."""
+        """Apply a note of another process."""
         owner, name, mine = note.owner, note.name, self._owners[note.owner]
         if note.kind == "touched":
             if name in mine.runs:
@@ -324,7 +324,7 @@ class KeptObjects:
 
 
 def check_program(program: Program, name: str, sites: SiteMap, owned: Owned) -> None:
-    """Checks a program that is to be stored, independent of a prompt. Raises for unknown sites, vectors of the wrong
+    """Check a program that is to be stored, independent of a prompt. Raises for unknown sites, vectors of the wrong
     width, and programs that use themselves. Missing names are allowed, because they may be stored later."""
     for path, op in program.ops:
         try:
@@ -343,7 +343,7 @@ def _check_use(op: Use, name: str, owned: Owned) -> None:
     while rest:
         used = rest.pop()
         if used == name:
-            raise ProgramError(f"{name!r} would use itself: a program cannot", "name")
+            raise ProgramError(f"{name!r} would use itself", "name")
         if used in seen or used not in owned:
             continue
         seen.add(used)
@@ -355,7 +355,7 @@ def _check_use(op: Use, name: str, owned: Owned) -> None:
 
 
 def _check_op(op: SiteOp, sites: SiteMap, owned: Owned) -> None:
-    """Binds an op to a prompt of one token, at as many positions as its value has rows."""
+    """Bind an op to a prompt of one token, at as many positions as its value has rows."""
     value = getattr(op, "value", None)
     if isinstance(value, (From, SameRun)) and value.site is not None:
         try:
@@ -391,9 +391,9 @@ def bytes_of(entry: Vector | Means | Program) -> int:
 
 
 def check_name(name: str, path: str) -> str:
-    """Returns a valid name of a run, a vector or a program. Raises `ProgramError` for others."""
+    """Return a valid name of a run, a vector or a program. Raises `ProgramError` for others."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ProgramError(f"a name has up to 64 letters, digits, '_', '-' and '.', not {name!r}", path)
+        raise ProgramError(f"expected a name of up to 64 letters, digits, '_', '-' and '.', got {name!r}", path)
     return name
 
 
@@ -440,13 +440,13 @@ class SweepJournals:
         key = owner, check_name(name, "resume")
         self._drop_old()
         if key not in self._journals:
-            self._limits.check_room("kept_sweeps", len(self._of(owner)), 1, "sweeps that can go on", "resume")
+            self._limits.check_room("kept_sweeps", len(self._of(owner)), 1, "resumable sweeps", "resume")
             self._journals[key] = SweepJournal(lambda more: self._reserve(owner, more))
         self._journals[key].users += 1
         return self._journals[key]
 
     def end(self, owner: str, name: str) -> None:
-        """Starts the `run_ttl_s` of an ended sweep's journal, or drops it if it is empty and no other request uses
+        """Start the `run_ttl_s` of an ended sweep's journal, or drop it if it is empty and no other request uses
         it."""
         journal = self._journals[owner, name]
         journal.users -= 1
@@ -460,7 +460,7 @@ class SweepJournals:
     def _reserve(self, owner: str, more: int) -> None:
         """Called on the threads of sweeps."""
         used = sum(journal.nbytes for journal in self._of(owner))
-        self._limits.check("kept_sweep_bytes", used + more, "bytes of sweeps that can go on", "resume")
+        self._limits.check("kept_sweep_bytes", used + more, "bytes of resumable sweeps", "resume")
 
     def _drop_old(self) -> None:
         oldest = self._clock() - self._limits.run_ttl_s

@@ -66,15 +66,15 @@ def _program_in(extra: dict[str, Any]) -> Program:
     except PatchclampError as error:
         raise error.under(f"extra_args.{KEY}") from None
     except ValueError as error:
-        raise ProgramError(f"not JSON: {error}", f"extra_args.{KEY}") from None
+        raise ProgramError(f"expected JSON: {error}", f"extra_args.{KEY}") from None
     return msgspec.structs.replace(program, edits=program.edits + fuzzed)
 
 
 def _check(params: Any) -> None:
     if params.n != 1:
-        raise ProgramError(f"expected n=1 beside a program, got {params.n}: give the prompt several times", "n")
+        raise ProgramError(f"expected n=1 with a program, got {params.n}: repeat the prompt instead", "n")
     if params.output_kind.name == "DELTA":
-        raise ProgramError("a program needs whole outputs: set output_kind to FINAL_ONLY or CUMULATIVE", "output_kind")
+        raise ProgramError("a program requires output_kind FINAL_ONLY or CUMULATIVE", "output_kind")
 
 
 def _bound(

@@ -201,10 +201,10 @@ class ScoreLog:
         assert asked.path is not None
         path = Path(asked.path)
         if path.suffix not in (".jsonl", ".parquet"):
-            raise ProgramError(f"expected a name that ends in .jsonl or .parquet, got {path.name!r}", "probe_log")
+            raise ProgramError(f"expected a name ending in .jsonl or .parquet, got {path.name!r}", "probe_log")
         for each in monitors:
             if each.probe.name in COLUMNS:
-                raise ProgramError(f"the log has a column {each.probe.name!r}: give the probe another name", "probes")
+                raise ProgramError(f"{each.probe.name!r} is a column of the log: rename the probe", "probes")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path.with_stem(f"{path.stem}-{process}") if process else path
         self._asked, self._monitors, self._dropped = asked, monitors, dropped
@@ -244,7 +244,7 @@ class ScoreLog:
                 is_closed = write(self._next_file())
                 self._unwritten = 0
         except Exception:
-            logger.exception("scores are not logged any more")
+            logger.exception("logging of scores stopped")
             self._dropped(self._unwritten)
             while (row := self._next_row()) is not None:
                 self._dropped(len(row[-1]))

@@ -43,7 +43,7 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 def attach(app: Any) -> None:
-    """Adds routes before vLLM's that call its functions. Raises `SeamMoved` for a function with another signature."""
+    """Add routes before vLLM's that call its functions. Raises `SeamMoved` for a function with another signature."""
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
     for path, seam in SEAMS.items():
         seam.compare(inspect.signature(stock[path].endpoint) if path in stock else None)
@@ -134,9 +134,9 @@ async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
     if not has_object and variant is None and not is_fuzzed:
         return None
     if has_object and "patchclamp" in xargs:
-        raise ProgramError("it stands in the request and in vllm_xargs: give one of them", "patchclamp")
+        raise ProgramError("given both in the request and in vllm_xargs: use one of them", "patchclamp")
     if getattr(request, "use_beam_search", False):
-        raise ProgramError("programs do not go with beam search", "patchclamp")
+        raise ProgramError("programs are not supported with beam search", "patchclamp")
     body = await raw_request.body()
     front.limits.check("program_bytes", len(body), "bytes of a body with a program", "body")
     await check_values(body, front.limits, has_object)
@@ -162,7 +162,7 @@ def _chat_of(body: dict[str, Any]) -> Chat:
 
 
 async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Response:
-    """Awaits vLLM's response with the call set for `generate`."""
+    """Await vLLM's response with the call set for `generate`."""
     token = current.set(call)
     try:
         return await response

@@ -66,7 +66,7 @@ class Variant(msgspec.Struct, frozen=True):
     def said_of(self, error: PatchclampError) -> PatchclampError:
         """The error with a note that its path counts the variant's edits first."""
         edits = len(self.program.edits)
-        return type(error)(f"{error.message} (the first {edits} edits are the model's, {self.asked})", error.path)
+        return type(error)(f"{error.message} (the first {edits} edits are those of the model {self.asked})", error.path)
 
 
 async def split_variant(asked: Any, models: Any) -> tuple[str, str] | None:
@@ -122,7 +122,7 @@ class ProgramCall:
     """A request's `patchclamp` object.
 
     program: its edits and captures; the variant's edits come first
-    condition: what ends its runs (`stop_when`), or None; its probes are in the program
+    condition: the condition that ends its runs (`stop_when`), or None; its probes are in the program
     owner: the owner of the request
     name: the name to store its runs under, if given; otherwise each run gets its own
     keep: store the captures for later requests
@@ -186,7 +186,7 @@ class ProgramCall:
         every = [op for _, op in self.program.ops]
         for path, op in self.program.ops:
             if isinstance(op, Capture) and op.at.name in DERIVED:
-                raise UnsupportedSite(f"{op.at} is captured through pc.LM(url), and not in files of captures", path)
+                raise UnsupportedSite(f"{op.at} is not supported in files of captures: use pc.LM(url)", path)
         captures = sum(isinstance(op, Readout) for op in every)
         kept.limits.check("program_ops", len(every), "ops of the program", "edits")
         kept.limits.check("program_captures", captures, "captures of the program", "capture")
@@ -235,13 +235,13 @@ class ProgramCall:
             raise
 
     def bind_later(self, job: Callable[[], Binding]) -> int:
-        """Queues a job for `bound` and returns its index there."""
+        """Queue a job for `bound` and return its index there."""
         assert self._binding is None
         self._unbound.append(job)
         return len(self._unbound) - 1
 
     async def bound(self) -> list[Binding]:
-        """Runs the queued jobs once, off the event loop's thread, and returns their bindings to every caller. Raises
+        """Run the queued jobs once, off the event loop's thread, and return their bindings to every caller. Raises
         the errors of binding; then no run of the call has begun, except those bound immediately."""
         if self._binding is None:
             if not self._unbound:
@@ -259,7 +259,7 @@ class ProgramCall:
             raise
 
     def add(self, choice: int, run: Run, request: Request, kept: KeptObjects) -> None:
-        """Adds the run of a choice, and stores it if it has captures."""
+        """Add the run of a choice, and store it if it has captures."""
         name = run.key if self.name is None else self.name if choice == 0 else f"{self.name}.{choice}"
         self.runs[choice] = name, run
         if run.has_captures:
@@ -301,7 +301,7 @@ class ProgramCall:
         }  # fmt: skip
 
     def leave(self, kept: KeptObjects) -> None:
-        """Frees runs that are not kept, after the client disconnected or got an error instead of the answer."""
+        """Free runs that are not kept, after the client disconnected or got an error instead of the answer."""
         for name, run in self.runs.values():
             if not run.has_captures:
                 run.close()
@@ -330,7 +330,7 @@ class ProgramCall:
             answer["features"] = await asyncio.to_thread(lambda: feature_answers(run.features))
         if run.has_captures:
             if not self.on_own_route:
-                self._limits.check("inline_bytes", run.captured_bytes, "bytes captured, which go along on this route")
+                self._limits.check("inline_bytes", run.captured_bytes, "captured bytes in a response of this route")
             file = None
             if run.captured_bytes <= limit:
                 file = base64.b64encode(await asyncio.to_thread(captured_file, run)).decode()
@@ -409,7 +409,7 @@ class Records:
         self._limits, self._total, self._prompts, self._stopped = limits, 0, 0, False
 
     def of_prompt(self, n: int) -> Callable[[int], None]:
-        """Returns a counter of the records of another prompt with `n` runs. Over the limit, it raises `TooLarge`."""
+        """Return a counter of the records of another prompt with `n` runs. Over the limit, it raises `TooLarge`."""
         self._prompts += 1
         prompts = f"{self._prompts} prompt{'s' if self._prompts > 1 else ''}"
 
@@ -422,7 +422,7 @@ class Records:
         return count
 
     def stop(self) -> None:
-        """Stops binding after the client disconnected."""
+        """Stop binding after the client disconnected."""
         self._stopped = True
 
 
@@ -436,7 +436,7 @@ def of_extra_args(
         try:
             data = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ProgramError(f"not JSON: {error}", "vllm_xargs.patchclamp") from None
+            raise ProgramError(f"expected JSON: {error}", "vllm_xargs.patchclamp") from None
     return ProgramCall(data, owner, extra, kept, variant, on_own_route)
 
 
@@ -444,7 +444,7 @@ def of_extra_args(
 
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
-    """Runs vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
+    """Run vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
     errors of a program are raised immediately: vLLM logs later errors of a stream, and they may quote the prompt. On
     vLLM's own routes an error is converted to one of vLLM's, with the same status."""
     call, front = current.get(), front_of(client)
@@ -503,7 +503,7 @@ def _stock_call(front: Front, params: Any, request_id: str) -> ProgramCall:
     call = of_extra_args(dict(params.extra_args or {}), OPEN, front.kept)
     if front.has_keys:
         raise ProgramError(
-            "on this server programs go through /v1/completions and /v1/chat/completions", "vllm_xargs.patchclamp"
+            "this server supports programs only on /v1/completions and /v1/chat/completions", "vllm_xargs.patchclamp"
         )
     if call.name is not None:
         raise ProgramError("a program in vllm_xargs cannot name its run", "vllm_xargs.patchclamp.run")
@@ -512,8 +512,8 @@ def _stock_call(front: Front, params: Any, request_id: str) -> ProgramCall:
     for wrong, what in ((streamed, "stream"), (several, "several prompts or n > 1"), (call.compare, "compare")):
         if wrong:
             raise ProgramError(
-                f"{what}: a program in vllm_xargs goes with one prompt, n=1, not streamed; start the server with "
-                "`patchclamp serve` and give the patchclamp object for more",
+                f"{what}: a program in vllm_xargs supports only one prompt, n=1, no streaming; start the server with "
+                "`patchclamp serve` and use the patchclamp object instead",
                 "vllm_xargs.patchclamp",
             )
     return call
@@ -556,7 +556,7 @@ def _bound(
 
 
 def _binder(front: Front, call: ProgramCall, prompt: Any, params: Any) -> Callable[[], Binding]:
-    """Returns a function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
+    """Return a function that binds a call's program to a prompt, safe on any thread. Equal prompts are bound once."""
     ids, text, images_of_prompt = prompt_in(prompt)
     whole = prompt_of(front.lm.tokenizer, ids, text, call.chat, images_of_prompt)
     count = call.records.of_prompt(params.n)
@@ -672,14 +672,14 @@ class ProgramRun:
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Reserves memory for the run's captures, records an error in the call, and frees a run that did not finish."""
+        """Reserve memory for the run's captures, record an error in the call, and free a run that did not finish."""
         engine, request = self._front.engine, self._request
         assert request.bound is not None
         room = self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites))
         try:
             with self._call.noting_errors(), _resending_images(engine.client, self._prompt), room:
                 found = lens_bytes(self._call.program, request.bound)
-                what = "bytes of the tokens of its lenses, and of its features"
+                what = "bytes of lens tokens and features"
                 self._front.kept.limits.check("inline_bytes", found, what, "capture")
                 yield
         finally:
@@ -698,12 +698,12 @@ class ProgramRun:
 def prompt_in(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
     """The token ids, text (or None) and image positions of a prompt in the form that vLLM's routes pass."""
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
-        raise ProgramError("a program needs a prompt of text or token ids")
+        raise ProgramError("a program requires a prompt of text or token ids")
     kind = prompt.get("type", "token")
     if kind == "multimodal":
         return prompt["prompt_token_ids"], None, images.images_in(prompt)
     if kind != "token":
-        raise ProgramError(f"programs act on text and images, and this prompt is {kind}: leave out one of the two")
+        raise ProgramError(f"programs support only text and images, but this prompt is {kind}: omit one or the other")
     return prompt["prompt_token_ids"], prompt.get("prompt"), []
 
 
@@ -716,7 +716,7 @@ async def _publishing(call: ProgramCall, outputs: AsyncIterator[Any]) -> AsyncGe
 
 
 async def _joined(streams: Sequence[AsyncIterator[Any]], params: Any) -> AsyncGenerator[Any, None]:
-    """Joins the outputs of several runs of a prompt as vLLM does for `n`: each part with its run's index, or all final
+    """Join the outputs of several runs of a prompt as vLLM does for `n`: each part with its run's index, or all final
     outputs in one."""
     whole = params.output_kind.name == "FINAL_ONLY"
     arrived: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue()

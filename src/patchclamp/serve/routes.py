@@ -36,13 +36,13 @@ PAGE = importlib.resources.files("patchclamp.serve").joinpath("page.html").read_
 
 @page_router.get("/patchclamp", include_in_schema=False)
 async def page() -> HTMLResponse:
-    """Returns the page. It contains no user data and needs no API key; the routes that it calls do."""
+    """Return the page. It contains no user data and needs no API key; the routes that it calls do."""
     return HTMLResponse(PAGE)
 
 
 @page_router.get("/", include_in_schema=False)
 async def root() -> RedirectResponse:
-    """Redirects a browser to the page."""
+    """Redirect a browser to the page."""
     return RedirectResponse("patchclamp")  # relative, for servers behind a proxy's prefix
 
 
@@ -50,7 +50,7 @@ Name = Annotated[str, Path(description="of a run", examples=["italy"])]
 
 
 async def hear(request: Request) -> None:
-    """Applies the changes made by other API processes."""
+    """Apply the changes made by other API processes."""
     await request.app.state.patchclamp.hear()
 
 
@@ -67,29 +67,29 @@ def caller(request: Request) -> tuple[Front, str]:
 
 @router.get("/runs")
 async def list_runs(request: Request) -> schema.RunList:
-    """Lists the runs of this API key. A server without keys refuses: anyone who knows the name of a run can read it."""
+    """List the runs of this API key. A server without keys refuses: anyone who knows the name of a run can read it."""
     front, owner = caller(request)
     if not front.has_keys:
-        raise Unlisted("this server has no API keys, so that a run is found by its name alone")
+        raise Unlisted("runs are not listed on a server without API keys: request them by name")
     return schema.RunList(runs=[_describe(name, run) for name, run in front.kept.runs(owner).items()])
 
 
 @router.get("/runs/{run}")
 async def read_run(run: Name, request: Request) -> schema.RunCard:
-    """Returns a run's tokens and text, and the names of its captures."""
+    """Return a run's tokens and text, and the names of its captures."""
     front, owner = caller(request)
     return _describe(run, front.kept.run(owner, run))
 
 
 @router.get("/runs/{run}/captures", response_class=Response, responses=FILE)
 async def read_captures(run: Name, request: Request) -> Response:
-    """Returns a run's captures as a safetensors file (`patchclamp.serve.capture_files`)."""
+    """Return a run's captures as a safetensors file (`patchclamp.serve.capture_files`)."""
     front, owner = caller(request)
     kept = front.kept.run(owner, run)
 
     async def fetch(windows: list[Window]) -> list[Captured]:
         if front.kept.run(owner, run) is not kept:  # each time, which also keeps it from expiring
-            raise Gone(f"run {run} is no more: another run took its name")
+            raise Gone(f"run {run} is gone: another run took its name")
         return await front.engine.fetch_windows(windows)
 
     file = await asyncio.to_thread(file_of, kept)
@@ -98,7 +98,7 @@ async def read_captures(run: Name, request: Request) -> Response:
 
 @router.delete("/runs/{run}")
 async def delete_run(run: Name, request: Request) -> Deleted:
-    """Frees a run's captures."""
+    """Free a run's captures."""
     front, owner = caller(request)
     front.kept.drop(owner, run)
     return Deleted(deleted=run)
@@ -116,7 +116,7 @@ model_router: APIRouter = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"]
 
 @model_router.get("")
 async def read_model(request: Request) -> schema.ServedModel:
-    """Returns the model, the versions, and the limits of one caller."""
+    """Return the model, the versions, and the limits of one caller."""
     front, _ = caller(request)
     model, limits = front.engine.model, front.limits
     return schema.ServedModel(
@@ -129,7 +129,7 @@ async def read_model(request: Request) -> schema.ServedModel:
 
 @model_router.get("/sites")
 async def list_sites(request: Request) -> schema.SiteList:
-    """Lists every site: its shape and meaning, and its layers in this model or the reason why it is missing."""
+    """List every site: its shape and meaning, and its layers in this model or the reason why it is missing."""
     front, _ = caller(request)
     cards = []
     for name, spec in SITES.items():
@@ -174,7 +174,7 @@ PROGRAM_BODY: dict[str, Any] = {
 
 @router.put("/vectors/{name}", openapi_extra=VECTOR_BODY)
 async def put_vector(name: VectorName, request: Request) -> schema.VectorCard:
-    """Stores a vector [D] or [n, D], or means, under a name for the ops of this API key.
+    """Store a vector [D] or [n, D], or means, under a name for the ops of this API key.
 
     The body is a safetensors file with one tensor or, as application/json, a list of numbers or of such lists. For
     means, the entry `means` of the file's metadata has the site of each row, `{"NAME": ["resid_post[0]", ...]}`, as
@@ -192,7 +192,7 @@ async def put_vector(name: VectorName, request: Request) -> schema.VectorCard:
 
 @router.get("/vectors")
 async def list_vectors(request: Request) -> schema.VectorList:
-    """Lists the vectors of this API key, with their shapes and sizes."""
+    """List the vectors of this API key, with their shapes and sizes."""
     front, owner = caller(request)
     cards = [_vector_card(name, entry) for name, entry in front.kept.entries(owner, "vector").items()]
     return schema.VectorList(
@@ -202,7 +202,7 @@ async def list_vectors(request: Request) -> schema.VectorList:
 
 @router.get("/vectors/{name}", response_class=Response, responses=FILE)
 async def read_vector(name: VectorName, request: Request) -> Response:
-    """Returns a vector, or means, as a safetensors file that can be stored again."""
+    """Return a vector, or means, as a safetensors file that can be stored again."""
     front, owner = caller(request)
     data = to_bytes(name, front.kept.entry(owner, "vector", name))
     return Response(data, media_type="application/octet-stream")
@@ -210,7 +210,7 @@ async def read_vector(name: VectorName, request: Request) -> Response:
 
 @router.delete("/vectors/{name}")
 async def delete_vector(name: VectorName, request: Request) -> Deleted:
-    """Deletes a vector. Running requests keep it."""
+    """Delete a vector. Running requests keep it."""
     front, owner = caller(request)
     front.kept.delete(owner, "vector", name)
     return Deleted(deleted=name)
@@ -218,7 +218,7 @@ async def delete_vector(name: VectorName, request: Request) -> Deleted:
 
 @router.put("/programs/{name}", openapi_extra=PROGRAM_BODY)
 async def put_program(name: ProgramName, request: Request) -> schema.ProgramCard:
-    """Stores the edits of a program under a name. The model `MODEL:NAME` and the op `use` apply them."""
+    """Store the edits of a program under a name. The model `MODEL:NAME` and the op `use` apply them."""
     front, owner = caller(request)
     check_name(name, "name")
     body = await read_body(request, front.limits, "json_bytes")
@@ -230,7 +230,7 @@ async def put_program(name: ProgramName, request: Request) -> schema.ProgramCard
 
 @router.get("/programs")
 async def list_programs(request: Request) -> schema.ProgramList:
-    """Lists the programs of this API key."""
+    """List the programs of this API key."""
     front, owner = caller(request)
     programs = front.kept.entries(owner, "program")
     return schema.ProgramList(programs=[_program_card(front, name, program) for name, program in programs.items()])
@@ -238,14 +238,14 @@ async def list_programs(request: Request) -> schema.ProgramList:
 
 @router.get("/programs/{name}")
 async def read_program(name: ProgramName, request: Request) -> dict[str, list[dict[str, Any]]]:
-    """Returns a program in the form in which it can be stored again."""
+    """Return a program in the form in which it can be stored again."""
     front, owner = caller(request)
     return {"edits": to_dict(front.kept.entry(owner, "program", name))["edits"]}
 
 
 @router.delete("/programs/{name}")
 async def delete_program(name: ProgramName, request: Request) -> Deleted:
-    """Deletes a program, and with it the model `MODEL:NAME`."""
+    """Delete a program, and with it the model `MODEL:NAME`."""
     front, owner = caller(request)
     front.kept.delete(owner, "program", name)
     return Deleted(deleted=name)

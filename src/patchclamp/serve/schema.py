@@ -28,8 +28,8 @@ class VectorCard(BaseModel):
 
     name: str
     shape: list[int] = Field(examples=[[576]])
-    bytes: int = Field(description="room that it takes of the key's `named_bytes`")
-    sites: list[str] | None = Field(description="of means, the site of each row; null of a vector")
+    bytes: int = Field(description="bytes it uses of the key's `named_bytes`")
+    sites: list[str] | None = Field(description="for means, the site of each row; null for a vector")
 
 
 class VectorList(BaseModel):
@@ -37,17 +37,17 @@ class VectorList(BaseModel):
 
     vectors: list[VectorCard]
     named_bytes: int = Field(description="bytes of this key's vectors and programs")
-    limit_bytes: int = Field(description="bytes that they may take")
+    limit_bytes: int = Field(description="maximum of `named_bytes`")
 
 
 class ProgramCard(BaseModel):
     """A stored program."""
 
     name: str
-    edits: int = Field(description="how many it has")
-    bytes: int = Field(description="room that it takes of the key's `named_bytes`")
+    edits: int = Field(description="number of its edits")
+    bytes: int = Field(description="bytes it uses of the key's `named_bytes`")
     fingerprint: str = Field(description="SHA-256 of its content")
-    model: str = Field(description="the model that it is served as", examples=["smollm2:calm"])
+    model: str = Field(description="the model name that serves it", examples=["smollm2:calm"])
 
 
 class ProgramList(BaseModel):
@@ -61,7 +61,7 @@ class StudyCard(BaseModel):
 
     name: str
     summary: str
-    not_served: str | None = Field(description="why the server does not run it")
+    not_served: str | None = Field(description="why it is not supported on the server; null if it is")
     body: dict[str, Any] | None = Field(description="the JSON schema of its body")
 
 
@@ -82,8 +82,8 @@ class RunCard(BaseModel):
 
     run: str
     prompt_token_ids: list[int]
-    token_ids: list[int] = Field(description="that it generated")
-    text: str = Field(description="of these")
+    token_ids: list[int] = Field(description="the generated token ids")
+    text: str = Field(description="the generated text")
     captures: list[str] = Field(description="names of the tensors in its file", examples=[["resid_post[3]"]])
     captured_bytes: int
     fingerprint: str = Field(description="SHA-256 of its program's content")
@@ -98,8 +98,8 @@ class RunList(BaseModel):
 class ErrorDetail(BaseModel):
     message: str
     type: str = Field(description="the class of the error", examples=["ShapeError"])
-    param: str | None = Field(description="the place in the request that it speaks of", examples=["edits[0].at"])
-    code: int = Field(description="the status", examples=[400])
+    param: str | None = Field(description="the location of the error in the request", examples=["edits[0].at"])
+    code: int = Field(description="the HTTP status", examples=[400])
 
 
 class Problem(BaseModel):
@@ -111,8 +111,8 @@ class Problem(BaseModel):
 class ServedModel(BaseModel):
     """The served model, the versions and the limits."""
 
-    patchclamp: str = Field(description="its version")
-    vllm: str = Field(description="its version")
+    patchclamp: str = Field(description="patchclamp's version")
+    vllm: str = Field(description="vLLM's version")
     model: str
     family: str = Field(description="the name of its site table")
     layers: int
@@ -121,7 +121,7 @@ class ServedModel(BaseModel):
     dtype: str
     max_model_len: int
     no_lens: str | None = Field(description="why this model has no lens; null if it has one")
-    limits: dict[str, float | None] = Field(description="what one caller may ask for and leave here")
+    limits: dict[str, float | None] = Field(description="the limits of one caller's requests and stored objects")
 
 
 class SiteCard(BaseModel):
@@ -130,7 +130,7 @@ class SiteCard(BaseModel):
     name: str = Field(examples=["resid_post"])
     shape: str = Field(examples=["[T, D]"])
     meaning: str
-    layers: list[int] | None = Field(description="that have it; none of a site that the model has once")
+    layers: list[int] | None = Field(description="the layers that have it; null for a site without layers")
     why_not: str | None = Field(description="why this model does not have it")
 
 
@@ -186,7 +186,7 @@ STUDIES: list[tuple[str, Any]] = [  # a study and its body
 ]  # fmt: skip
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem, "description": "What is wrong, and with what."}}
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem, "description": "The error and its location."}}
 FILE: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
@@ -230,8 +230,8 @@ class FromValue(Closed):
 
     type: Literal["from"]
     run: str = Field(description="its name", examples=["italy"])
-    site: SiteText | None = Field(None, description="where they were captured; null: at the site that is written")
-    position: TokensText | None = Field(None, description="which of its positions; null: those that are written")
+    site: SiteText | None = Field(None, description="the site where they were captured; null: the edited site")
+    position: TokensText | None = Field(None, description="positions in that run; null: the edited positions")
 
 
 class SameRunValue(Closed):
@@ -239,7 +239,7 @@ class SameRunValue(Closed):
 
     type: Literal["same_run"]
     site: SiteText
-    position: TokensText | None = Field(None, description="which positions; null: those that are written")
+    position: TokensText | None = Field(None, description="positions; null: the edited positions")
 
 
 class TranslatorValue(Closed):
@@ -266,7 +266,7 @@ TYPES |= {kind | None: of | None for kind, of in TYPES.items()}
 
 
 def _op_model(name: str, op: type[Op]) -> type[BaseModel]:
-    """Creates the pydantic model of an op."""
+    """Create the pydantic model of an op."""
     fields: dict[str, Any] = {"type": (Literal[name], ...)}
     for field in msgspec.structs.fields(op):
         default = ... if field.required else field.default
@@ -288,28 +288,31 @@ ProgramBody: type[Closed] = create_model(
 PatchclampRequest: type[Closed] = create_model(
     "PatchclampRequest",
     __base__=Closed,
-    __doc__="What a request asks of patchclamp: edits in order, and captures, which see the values after all edits.",
+    __doc__="The program of a request: edits in order, and captures, which record the values after all edits.",
     edits=(_list_of(ANY_OP), []),
     capture=(_list_of(READOUTS | SiteText), []),
     stop_when=(
         dict[str, Any] | None,
         Field(
             None,
-            description="a condition on probes, as in an op of type when, that ends each run at the first generated "
-            "token where it holds",
+            description="a condition on probes, as in an op of type when; each run ends at the first generated "
+            "token that meets it",
         ),
     ),
-    run=(str | None, Field(None, description="a name under which the run is kept", examples=["italy"])),
-    keep=(bool, Field(False, description="whether captures stay for later requests; with a name they do")),
-    tokens=(bool, Field(False, description="whether each run tells its tokens as texts, and where each edit acted")),
-    compare=(bool, Field(False, description="whether the unedited answer comes beside it; not with stream")),
+    run=(str | None, Field(None, description="the name under which the run is kept", examples=["italy"])),
+    keep=(bool, Field(False, description="true: keep captures for later requests, as with a name")),
+    tokens=(
+        bool,
+        Field(False, description="true: return each run's tokens as text, and where each edit acted"),
+    ),
+    compare=(bool, Field(False, description="true: also return the unedited answer; not supported with stream")),
 )
 
 
 class ProbeAnswer(BaseModel):
     """The result of a probe."""
 
-    positions: list[int] = Field(description="of the tokens that it read")
+    positions: list[int] = Field(description="positions of the tokens that were read")
     scores: list[Any] | None = Field(
         description="[tokens, k], or [k] if pooled (null if it selects no token), for each layer if there are several"
     )
@@ -318,43 +321,43 @@ class ProbeAnswer(BaseModel):
 class LensAnswer(BaseModel):
     """The likeliest tokens that a lens read at a site, best first, for each position."""
 
-    positions: list[int] = Field(description="of the tokens whose rows were read")
+    positions: list[int] = Field(description="positions of the tokens that were read")
     ids: list[list[int]] = Field(description="[tokens, top]")
-    tokens: list[list[str]] = Field(description="their texts")
-    logprobs: list[list[float | None]] = Field(description="their log-probabilities; null where they are not finite")
+    tokens: list[list[str]] = Field(description="the tokens as text")
+    logprobs: list[list[float | None]] = Field(description="log-probabilities; null if not finite")
 
 
 class FeaturesAnswer(BaseModel):
-    """Features of an attached SAE, the largest first or as they were asked for, for each position."""
+    """Features of an attached SAE at each position: the largest first, or the requested ones."""
 
-    positions: list[int] = Field(description="of the tokens that it read")
+    positions: list[int] = Field(description="positions of the tokens that were read")
     ids: list[list[int]] = Field(description="[tokens, k]")
-    values: list[list[float | None]] = Field(description="[tokens, k]; 0 of a feature that is not active")
+    values: list[list[float | None]] = Field(description="[tokens, k]; 0 for an inactive feature")
 
 
 class RunAnswer(BaseModel):
     """The run of one choice."""
 
-    index: int = Field(description="of the choice")
-    run: str = Field(description="its name")
-    idle_edits: list[str] = Field(description="edits that acted on no token, as edits[0]")
-    tokens: list[str] | None = Field(None, description="the prompt's and what was generated, for tokens")
+    index: int = Field(description="index of the choice")
+    run: str = Field(description="name of the run")
+    idle_edits: list[str] = Field(description="edits that acted on no token, such as edits[0]")
+    tokens: list[str] | None = Field(None, description="prompt and generated tokens as text, if `tokens` is set")
     acted: dict[str, list[tuple[int, int]]] | None = Field(
-        None, description="by edit, half-open ranges of the positions that it acted on, for tokens",
+        None, description="by edit, half-open ranges of the positions where it acted, if `tokens` is set",
         examples=[{"edits[0]": [[4, 5]]}],
     )  # fmt: skip
     probes: dict[str, ProbeAnswer] | None = Field(
-        None, description="the results of its probes, by name; null where they are larger than inline_bytes"
+        None, description="probe results, by name; null if larger than inline_bytes"
     )
-    lens: dict[str, LensAnswer] | None = Field(None, description="what its lenses read, by site")
-    features: dict[str, FeaturesAnswer] | None = Field(None, description="what it read of attached SAEs, by name")
-    captures: str | None = Field(None, description="safetensors in base64; null where it is larger than inline_bytes")
-    captures_url: str | None = Field(None, description="where the captures are read, where they stay")
+    lens: dict[str, LensAnswer] | None = Field(None, description="lens results, by site")
+    features: dict[str, FeaturesAnswer] | None = Field(None, description="features of attached SAEs, by name")
+    captures: str | None = Field(None, description="safetensors in base64; null if larger than inline_bytes")
+    captures_url: str | None = Field(None, description="URL of the captures, if they are kept")
 
 
 class VariantAnswer(BaseModel):
     name: str
-    edits: int = Field(description="how many edits it has: they come first, and count in paths")
+    edits: int = Field(description="number of its edits, which come first and count in paths")
 
 
 class PatchclampAnswer(BaseModel):
@@ -363,14 +366,16 @@ class PatchclampAnswer(BaseModel):
     fingerprint: str = Field(description="SHA-256 of the program that was applied")
     runs: list[RunAnswer]
     variant: VariantAnswer | None = None
-    unedited: dict[str, Any] | None = Field(None, description="the whole answer without the program, for compare")
+    unedited: dict[str, Any] | None = Field(
+        None, description="the complete answer without the program, if `compare` is set"
+    )
 
 
 BODIES = (ProgramBody, PatchclampRequest, PatchclampAnswer)
 
 
 def attach(app: FastAPI) -> None:
-    """Adds the `patchclamp` object, with examples, to an app's OpenAPI page."""
+    """Add the `patchclamp` object, with examples, to an app's OpenAPI page."""
     stock = app.openapi
 
     @functools.wraps(stock)
@@ -383,7 +388,7 @@ def attach(app: FastAPI) -> None:
 
 
 def _extend(page: dict[str, Any], model: str) -> None:
-    """Adds the models and examples to a page."""
+    """Add the models and examples to a page."""
     _, ours = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFS)
     schemas = page.setdefault("components", {}).setdefault("schemas", {})
     schemas.update(ours["$defs"])
@@ -410,5 +415,5 @@ def error_object(error: PatchclampError) -> dict[str, Any]:
 
 
 def _sendable(text: str) -> str:
-    """Makes text valid UTF-8 and cuts it to `MAX_MESSAGE` characters."""
+    """Make text valid UTF-8 and cut it to `MAX_MESSAGE` characters."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()

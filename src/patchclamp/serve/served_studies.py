@@ -50,9 +50,9 @@ router: APIRouter = APIRouter(
 def served(name: str) -> type[Study]:
     """The study of a path. Raises `MissingSource` if it is unknown, `UnsupportedStudy` if servers do not run it."""
     if name not in KINDS:
-        raise MissingSource(f"unknown study {name!r:.100}{near(name, KINDS)}; there are: {', '.join(KINDS)}", "study")
+        raise MissingSource(f"unknown study {name!r:.100}{near(name, KINDS)}; available: {', '.join(KINDS)}", "study")
     if KINDS[name].not_served:
-        raise UnsupportedStudy(f"a server does not run {name}: {KINDS[name].not_served}", "study")
+        raise UnsupportedStudy(f"{name} is not supported on a server: {KINDS[name].not_served}", "study")
     return KINDS[name]
 
 
@@ -89,7 +89,7 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
     known = fields_of(kind)
     for name, value in asked.items():
         if name in kind.fields() and name not in known:
-            raise ProgramError("it is a file or an object of the client's, which a server does not read", name)
+            raise ProgramError("a server cannot read a client's file or object", name)
         if name in ("sites", "senders", "receivers", "freeze", "at") and (count := _leaves(value)) > MAX_ITEMS:
             raise ProgramError(f"expected at most {MAX_ITEMS}, got {count}", name)
         if name == "top" and isinstance(value, (int, float)) and value > MAX_TOP:
@@ -97,7 +97,7 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
     prompts = sum(_count(asked.get(name)) for name in known if name in PROMPTS)
     source = asked.get("source")
     prompts += _count(source.get("prompts")) if isinstance(source, dict) else 0
-    front.limits.check("sweep_prompts", prompts, "prompts of the study, with those of its source", "prompt")
+    front.limits.check("sweep_prompts", prompts, "prompts of the study, including its source", "prompt")
     return kind(**asked), resume
 
 
@@ -126,7 +126,7 @@ def owners_lm(front: Front, owner: str) -> LM:
 
 @router.get("/studies")
 async def list_studies(request: Request) -> StudyList:
-    """Lists the studies, with the schema of the body of each, or the reason why the server does not run it."""
+    """List the studies, with the schema of the body of each, or the reason why the server does not run it."""
     caller(request)
     return StudyList(studies=[
         StudyCard(name=name, summary=(kind.__doc__ or "").split("\n", 1)[0], not_served=kind.not_served or None,
@@ -152,7 +152,7 @@ BODY: dict[str, Any] = {
 async def study(
     name: Annotated[str, Path(description="a study", examples=["patch_sweep"])], request: Request
 ) -> StreamingResponse:
-    """Runs a study and streams server-sent events.
+    """Run a study and stream server-sent events.
 
     A grid sends `start` (its axes, the pairs of prompts, and the metric of both sides), `cells` (the cells finished in
     all pairs: site, layer and column indices, and the value), `spread` if it has several pairs (for each cell its
@@ -271,11 +271,11 @@ class RunningStudy(ClientWork, Reporter):
 
 
 def check_sweep(limits: Any, plan: GridPlan) -> None:
-    """Raises `TooLarge` for a sweep above the server's limits. The grid is checked first, because computing the rest of
+    """Raise `TooLarge` for a sweep above the server's limits. The grid is checked first, because computing the rest of
     the plan takes time in proportion to it."""
-    limits.check("sweep_grid", plan.grid, "cells of the grid, in all pairs", "sites")
-    limits.check("sweep_cells", plan.runs, "cells of the sweep, in all pairs, draws and tokens of answers", "sites")
-    limits.check("run_bytes", plan.captured_bytes, "bytes that the prompts which are read may capture", "sites")
+    limits.check("sweep_grid", plan.grid, "cells of the grid, over all pairs", "sites")
+    limits.check("sweep_cells", plan.runs, "cells of the sweep, over all pairs, draws and answer tokens", "sites")
+    limits.check("run_bytes", plan.captured_bytes, "bytes that the source prompts may capture", "sites")
 
 
 # -- events

@@ -43,7 +43,7 @@ def owner_of(authorization: str | None, has_keys: bool) -> str:
     if not has_keys:
         return OPEN
     if not authorization:
-        raise NoKey("this server wants an API key: Authorization: Bearer KEY")
+        raise NoKey("this server requires an API key: Authorization: Bearer KEY")
     key = authorization.partition(" ")[2]
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
@@ -54,7 +54,7 @@ MAX_OWNER = 8  # characters: enough to distinguish a few keys, too few to constr
 
 
 def log(event: str, owner: str, **facts: Any) -> None:
-    """Logs a line. `owner` is the owner of the request."""
+    """Log a line. `owner` is the owner of the request."""
     if logger.isEnabledFor(logging.INFO):
         whose = owner if owner == OPEN else owner[:MAX_OWNER]
         logger.info("%s", msgspec.json.encode({"event": event, "owner": whose, **facts}).decode())
@@ -81,21 +81,21 @@ class Leases:
         self._connections: Counter[str] = Counter()  # open heartbeat connections by session
 
     def renew(self, session: str) -> None:
-        """Renews a client's lease, at a heartbeat."""
+        """Renew a client's lease, at a heartbeat."""
         self._engine.renew(session)
 
     def extend(self, session: str) -> None:
-        """Keeps a client's lease for `BEAT_S` at least: a batch may be read before its client's heartbeat, or after the
+        """Keep a client's lease for `BEAT_S` at least: a batch may be read before its client's heartbeat, or after the
         client was killed."""
         self._engine.renew(session, self._lease_s - BEAT_S, extend=True)
 
     def opened(self, session: str) -> None:
-        """Registers a heartbeat connection and renews the lease."""
+        """Register a heartbeat connection and renew the lease."""
         self._connections[session] += 1
         self.renew(session)
 
     def lost(self, session: str) -> None:
-        """Removes a heartbeat connection. After the last one, the lease expires unless the client reconnects soon."""
+        """Remove a heartbeat connection. After the last one, the lease expires unless the client reconnects soon."""
         self._connections[session] -= 1
         if self._connections[session] > 0:
             return
@@ -130,14 +130,14 @@ class KnownBindings:
         self._known: dict[tuple[str, int, Program, int, int], Binding] = {}
 
     def of(self, owner: str, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
-        """Binds a program to a prompt for the run of that key. Raises the errors of `bind`."""
+        """Bind a program to a prompt for the run of that key. Raises the errors of `bind`."""
         return self.job(owner, program, prompt, max_tokens)(run)
 
     def job(
         self, owner: str, program: Program, prompt: Prompt, max_tokens: int,
         count: Callable[[int], None] = lambda records: None,
     ) -> Callable[[str], Binding]:  # fmt: skip
-        """Returns a function from a run's key to its binding, safe on any thread. Names are those the owner keeps now.
+        """Return a function from a run's key to its binding, safe on any thread. Names are those the owner keeps now.
         `count` is called with the number of records of each op; an exception that it raises ends binding."""
         owned = self._kept.owned(owner)
         version = self._kept.bank_version(owner)
@@ -163,14 +163,14 @@ class KnownBindings:
 
 
 class ReadoutReader:
-    """Reads the readouts of requests under way, of all that are due together: about once in each step."""
+    """Reads the readouts of running requests, all that are due together, about once per step."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine, self._due = engine, list[tuple[RunWatch, asyncio.Future[None]]]()
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, watch: RunWatch) -> None:
-        """Reads the readouts of a request so far."""
+        """Read the readouts of a request so far."""
         read = asyncio.get_running_loop().create_future()
         self._due.append((watch, read))
         if self._task is None or self._task.done():
@@ -225,25 +225,25 @@ class Front:
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:
-        """Waits until the sites are proved, for the model's current weights. Raises the errors of starting or
+        """Wait until the sites are proved, for the model's current weights. Raises the errors of starting or
         proving."""
         if self._proving.done() and self.engine.weights != self.engine.proved_weights:
             self._proving = asyncio.ensure_future(self._prove_sites())
         await asyncio.shield(self._proving)
 
     async def hear(self) -> None:
-        """Applies the changes to kept objects and to the weights made by the server's other API processes."""
+        """Apply the changes to kept objects and to the weights made by the server's other API processes."""
         for note in await self._channel.news():
             self.kept.hear(note, self.lm)
         await self.engine.count_updates()
 
     def check_under_way(self, owner: str) -> None:
-        """Raises `TooLarge` if as many studies of the owner run as may."""
+        """Raise `TooLarge` if the owner already runs the maximum number of studies."""
         wait = "wait until one has finished, or cancel one"
-        self.limits.check_room("sweeps", self.under_way[owner], 1, "studies at once", fix=wait)
+        self.limits.check_room("sweeps", self.under_way[owner], 1, "concurrent studies", fix=wait)
 
     def failed(self, error: PatchclampError, owner: str) -> None:
-        """Counts and logs an error response to an owner's request."""
+        """Count and log an error response to an owner's request."""
         self._metrics.failed(error)
         log("error", owner, **of_error(error))
 
@@ -282,7 +282,7 @@ class ClientWork:
         front.under_way[owner] += 1
 
     def work(self) -> None:
-        """Does the work on the thread, and reports results with `put`."""
+        """Do the work on the thread, and report results with `put`."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class ClientWork:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Ends the work after its client disconnected."""
+        """End the work after its client disconnected."""
         self._is_stopped = True
 
     def raise_if_stopped(self) -> None:
@@ -298,11 +298,11 @@ class ClientWork:
             raise RunError("the client disconnected")
 
     def put(self, result: Any) -> None:
-        """Sends a result; called on the thread."""
+        """Send a result; called on the thread."""
         self._on_loop(self.events.put_nowait, result)
 
     def ended(self) -> None:
-        """Runs on the event loop's thread at the end."""
+        """Run on the event loop's thread at the end."""
         self.events.put_nowait(None)
         self.front.under_way[self.owner] -= 1
         log(self.event, self.owner, **self.facts(), took_s=round(time.perf_counter() - self._began_s, 6))

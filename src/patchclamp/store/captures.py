@@ -409,7 +409,7 @@ class CaptureStore:
     def _check_kept(self, runs: Iterable[str]) -> None:
         for run in runs:
             if run not in self._runs:
-                raise MissingSource(f"run {run} is not here: it was released, or captured nothing")
+                raise MissingSource(f"run {run} is not available: it was released, or captured nothing")
 
     def find(self, wanted: Iterable[tuple[str, int, int | None, int]]) -> list[StoredRows]:
         """Locate the rows of each (run, point, op, first), as in `fetch`. Waits for pending copies."""

@@ -114,7 +114,7 @@ def is_open(place: MemoryLocation) -> bool:
 def map_place(place: MemoryLocation) -> mmap.mmap:
     """Map the file of a place. Raises `OSError` if the path is a different file, such as on another machine."""
     if not is_open(place):
-        raise FileNotFoundError(f"{place.path} is another file")
+        raise FileNotFoundError(f"{place.path} is a different file")
     with open(place.path, "r+b", buffering=0) as file:
         return mmap.mmap(file.fileno(), place.size)
 

@@ -130,11 +130,11 @@ class Journal:
             database.execute("INSERT INTO made VALUES (?)", (made_by,))
             database.execute("CREATE TABLE record (number INTEGER PRIMARY KEY, body BLOB, crc INTEGER)")
         elif found != (APPLICATION, FORMAT):
-            raise self._no_journal("another SQLite file, or another version")
+            raise self._no_journal("a different SQLite file or version")
         if database.execute("SELECT by FROM made").fetchall() != [(made_by,)]:
             raise ProgramError(
-                f"{self._name} was made by another study: another model, engine, version, prompt or option. Give "
-                "another name, or delete it"
+                f"{self._name} belongs to a different study, model, engine, version, prompt or option: choose "
+                "another file or delete it"
             )
 
     def _records(self, database: sqlite3.Connection) -> list[bytes]:
@@ -176,9 +176,9 @@ class Journal:
             raise self._no_journal(str(error)) from None
 
     def _taken(self) -> PatchclampError:
-        return NameTaken(f"{self._name} is being written by another study: wait until it ends, or stop it")
+        return NameTaken(f"{self._name} is in use by another study: wait until it ends, or stop it")
 
     def _no_journal(self, found: str) -> PatchclampError:
         return ProgramError(
-            f"expected a journal that this version can read, got {self._name}: {found}. Give another name, or delete it"
+            f"expected a journal of this version, got {self._name} ({found}): choose another file or delete it"
         )

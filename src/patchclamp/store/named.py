@@ -37,9 +37,9 @@ class Means(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         rows = list(self.rows.values())
         if not rows or not all(isinstance(row, Vector) and row.shape == (rows[0].shape[-1],) for row in rows):
-            raise ShapeError("means are vectors [D] of one width, one for each of at least one site")
+            raise ShapeError("expected a vector [D] for each of one or more sites, all of one width")
         if not all(isinstance(ref, str) for ref in self.rows):
-            raise ProgramError("the sites of means are named by text")
+            raise ProgramError("expected the sites of means as strings")
 
     def __repr__(self) -> str:
         return f"Means({', '.join(self.rows)})"
@@ -91,8 +91,8 @@ class NamedBank(MutableMapping[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         if check_name(name) not in self._entries:
-            names = ", ".join(self._entries) or "nothing yet"
-            raise MissingSource(f"nothing in the bank is named {name!r}{near(name, self._entries)}; there is: {names}")
+            names = ", ".join(self._entries) or "none"
+            raise MissingSource(f"unknown bank entry {name!r}{near(name, self._entries)}; available: {names}")
         return self._entries[name]
 
     def __delitem__(self, name: str) -> None:
@@ -140,7 +140,7 @@ class NamedBank(MutableMapping[str, Entry]):
                     raise error.under(f"runs[{i}]") from None
                 total, count = total + rows.sum(0), count + len(rows)
             if not count:
-                raise ProgramError(f"{tokens} selects no position that was captured at {ref}", "tokens")
+                raise ProgramError(f"{tokens} selects no captured position at {ref}", "tokens")
             rows_by_ref[ref] = Vector.of(total / count)
         self[name] = means = Means(rows_by_ref)
         return means
@@ -157,9 +157,7 @@ class NamedBank(MutableMapping[str, Entry]):
             raise error if error.path else error.under("names") from None
         runs = [name for name, entry in chosen.items() if is_run(entry)]
         if runs:
-            raise ProgramError(
-                f"{runs[0]!r} is a run, which stays with its engine: name what is to be written", "names"
-            )
+            raise ProgramError(f"{runs[0]!r} is a run and stays with its engine: pass names= without it", "names")
         tensors = {name: entry.array() for name, entry in chosen.items() if isinstance(entry, Vector)}
         means = {name: entry.rows for name, entry in chosen.items() if isinstance(entry, Means)}
         tensors |= {name: np.stack([row.array() for row in rows.values()]) for name, rows in means.items()}
@@ -188,7 +186,7 @@ class NamedBank(MutableMapping[str, Entry]):
             programs = msgspec.json.decode(metadata.get("programs", "{}"), type=dict[str, str])
             stray = sorted((means.keys() - tensors.keys()) | (programs.keys() & tensors.keys()))
             if stray:
-                raise ProgramError(f"{stray[0]!r} stands in the metadata, and is no such thing")
+                raise ProgramError(f"the metadata entry {stray[0]!r} does not match the tensors")
             for name, tensor in tensors.items():
                 entries[check_name(prefix + name)] = entry_of_tensor(tensor, means.get(name))
             for name, program in programs.items():
@@ -215,7 +213,7 @@ class NamedBank(MutableMapping[str, Entry]):
         key = os.environ.get("VLLM_API_KEY") if api_key is None else str(api_key)
         chosen = {name: self[name] for name in (self if names is None else as_items(names, "names"))}
         if runs := [name for name, entry in chosen.items() if is_run(entry)]:
-            raise ProgramError(f"{runs[0]!r} is a run, which stays with its engine: give names= without it", "names")
+            raise ProgramError(f"{runs[0]!r} is a run and stays with its engine: pass names= without it", "names")
         parts: dict[str, tuple[str, bytes, str]] = {}
         for name, entry in chosen.items():
             if isinstance(entry, Program):
@@ -230,10 +228,10 @@ class NamedBank(MutableMapping[str, Entry]):
                     path = f"{base}/{route}/{quote(name, safe='')}"
                     response = client.put(path, content=body, headers={"Content-Type": kind})
                     if response.status_code >= 400:
-                        raise EngineError(f"{url} refused {name!r}: {_refusal(response)}")
+                        raise EngineError(f"{url} rejected {name!r}: {_refusal(response)}")
         except (httpx.InvalidURL, httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"{url} does not answer ({type(error).__name__}: {error}); expected the URL of a running "
-                              "`patchclamp serve`, http://host:port") from None  # fmt: skip
+            raise EngineError(f"no response from {url} ({type(error).__name__}: {error}); expected the URL of a "
+                              "running `patchclamp serve`, http://host:port") from None  # fmt: skip
         return list(parts)
 
 
@@ -249,7 +247,7 @@ def _to_json(name: str, program: Program) -> str:
     try:
         return program.to_json()
     except PatchclampError as error:
-        raise ProgramError(f"{name!r} cannot be written: {error}; name what is to be written", "names") from None
+        raise ProgramError(f"{name!r} cannot be written: {error}; pass names= without it", "names") from None
 
 
 def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
@@ -257,7 +255,7 @@ def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
     if refs is None:
         return Vector.of(tensor)
     if len(tensor.shape) != 2 or len(set(refs)) != len(refs) or len(refs) != tensor.shape[0]:
-        raise ShapeError(f"means of {len(refs)} different sites are [{len(refs)}, D], not {list(tensor.shape)}")
+        raise ShapeError(f"expected means [{len(refs)}, D] of {len(refs)} distinct sites, got {list(tensor.shape)}")
     return Means({ref: Vector.of(row) for ref, row in zip(refs, tensor, strict=True)})
 
 
@@ -270,7 +268,7 @@ def as_entry(entry: Any) -> Entry:
     if isinstance(entry, Program) or _is_edits(entry):
         program = entry if isinstance(entry, Program) else Program.of(entry)
         if program.capture or not program.edits or any(isinstance(op, Readout) for op in program.edits):
-            raise ProgramError("a named program has edits and captures nothing")
+            raise ProgramError("expected a program with edits and without captures")
         if any(isinstance(op, When) for op in program.edits):
             raise ProgramError("expected edits without conditions, got pc.When: pass it in edits= instead of by name")
         return program

@@ -69,7 +69,7 @@ def parse_header(data: bytes | bytearray) -> Header:
     """Parse the beginning of a file. Raises `ValueError` if it is not the beginning of a safetensors file."""
     end = header_size(data)
     if len(data) < max(end, 8):
-        raise ValueError("the file ends before its header does")
+        raise ValueError("the file ends within its header")
     try:
         entries = msgspec.json.decode(data[8:end], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(entries.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])

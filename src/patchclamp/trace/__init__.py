@@ -41,7 +41,7 @@ class TracedLM(ProvedLM):
         stream: bool = False,
         **others: Any,
     ) -> Trace:
-        """Reads and writes the model's tensors by name, in a block `with lm.trace(prompt) as t:` that runs at its end.
+        """Read and write the model's tensors by name, in a block `with lm.trace(prompt) as t:` that runs at its end.
 
         prompt: text or token ids; for several prompts, omit it and use `with t.invoke(prompt) as a:` for each
         edits: ops applied before the trace's own, such as `pc.Use(name)` of an `lm.edit(name)`
@@ -62,7 +62,7 @@ class TracedLM(ProvedLM):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def edit(self, name: str) -> Edit:
-        """Records a named program: `with lm.edit("calm") as e:` stores its writes, which act at every token, as
+        """Record a named program: `with lm.edit("calm") as e:` stores its writes, which act at every token, as
         `lm.bank["calm"]`. `pc.Use("calm")` applies it in a run or a trace."""
         from patchclamp.trace.trace import Edit
 

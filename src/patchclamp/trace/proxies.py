@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 Number = float | np.ndarray
 INSTEAD = (
-    "save it and compute after the trace, in two traces if the result is to be written, or write it with .apply(fn), "
-    "Python on the rows, on a local engine with allow_code=True"
+    "save it and compute after the trace (to write the result, use a second trace), or use .apply(fn), Python on the "
+    "rows, on a local engine with allow_code=True"
 )
 READS = ("clone", "detach", "cpu", "float")  # tensor methods that return the value: saved tensors are fp32 on the CPU
 KNOWN = ("save", "shape", *READS)
@@ -46,7 +46,7 @@ class Arithmetic:
         raise NotImplementedError
 
     def save(self) -> Any:
-        """Saves the value as a tensor that is filled in after the trace."""
+        """Save the value as a tensor that is filled in after the trace."""
         return save(self.expression())
 
     def clone(self) -> Any:
@@ -62,7 +62,7 @@ class Arithmetic:
         return self.clone()
 
     def check_to_come(self) -> None:
-        """Raises if the value will never be available, or not before a further step of the caller."""
+        """Raise if the value will never be available, or not before a further step of the caller."""
 
     def __add__(self, other: Any) -> Expression:
         return self.expression().plus(as_expression(other, "+"), 1.0)
@@ -91,11 +91,11 @@ class Arithmetic:
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise ProgramError(f"the format {spec!r} needs a number, and inside the trace there is none yet: save it")
+            raise ProgramError(f"format {spec!r} needs a number, which is not available inside the trace: save it")
         return repr(self)
 
     def __copy__(self) -> NoReturn:
-        raise ProgramError("a value of the trace is copied with .clone()")
+        raise ProgramError("copy a traced value with .clone()")
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         self.__copy__()
@@ -115,13 +115,13 @@ class Arithmetic:
 
     def __enter__(self) -> NoReturn:
         raise ProgramError(
-            "a tensor is not a block: write `with lm.trace(prompt) as t:`, and t.layers[5].output inside it"
+            "a tensor is not a context manager: use `with lm.trace(prompt) as t:`, and t.layers[5].output inside it"
         )
 
     def __exit__(self, *_: Any) -> None: ...
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise ProgramError("a tensor is not called: write .output, without parentheses")
+        raise ProgramError("a tensor is not callable: use .output, without parentheses")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -151,24 +151,24 @@ _TORCH |= {"radd": _TORCH["add"], "rmul": _TORCH["mul"], "rsub": lambda a, b: _T
 _TORCH |= {"neg": operator.neg, "div": _TORCH["truediv"], "true_divide": _TORCH["truediv"]}
 _OF_NUMPY = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "negative": "neg"}
 _TORCH_INSTEAD = {
-    "add_": "write x = x + value",
-    "iadd": "write x = x + value",
+    "add_": "use x = x + value",
+    "iadd": "use x = x + value",
     "setitem": "write into the model: t.layers[5].output[-1] = value",
 }
 
 
 def refuse(what: str, first: str = "") -> NoReturn:
-    """Raises the error for an operation that no program can compute."""
-    raise ProgramError(f"{what} cannot be part of a program: {first}{INSTEAD}")
+    """Raise the error for an operation that no program can compute."""
+    raise ProgramError(f"{what} is not supported in a program: {first}{INSTEAD}")
 
 
 _REFUSED = {
     "__matmul__": "a matrix product", "__rmatmul__": "a matrix product", "__pow__": "a power", "__rpow__": "a power",
-    "__rtruediv__": "a number divided by a value of the trace", "__floordiv__": "a whole quotient",
-    "__rfloordiv__": "a whole quotient", "__mod__": "a remainder", "__rmod__": "a remainder",
-    "__abs__": "an absolute value", "__invert__": "a negation", "__and__": "a bitwise and", "__or__": "a bitwise or",
+    "__rtruediv__": "a number divided by a traced value", "__floordiv__": "a floor division",
+    "__rfloordiv__": "a floor division", "__mod__": "a remainder", "__rmod__": "a remainder",
+    "__abs__": "an absolute value", "__invert__": "a bitwise not", "__and__": "a bitwise and", "__or__": "a bitwise or",
     "__xor__": "a bitwise xor", "__rand__": "a bitwise and", "__ror__": "a bitwise or", "__rxor__": "a bitwise xor",
-    "__lshift__": "a shift", "__rshift__": "a shift", "__round__": "a rounded value", "__divmod__": "a remainder",
+    "__lshift__": "a bit shift", "__rshift__": "a bit shift", "__round__": "rounding", "__divmod__": "a remainder",
 }  # fmt: skip
 _UNKNOWN_YET = {
     "__bool__": "`if`, `and`, `or` and `not` need", "__float__": "float() needs", "__int__": "int() needs",
@@ -186,8 +186,8 @@ def _refusal(name: str) -> Any:
         if name in _REFUSED:
             refuse(_REFUSED[name])
         raise ProgramError(
-            f"{_UNKNOWN_YET[name]} a number, and inside the trace there is none yet: save the value and decide after "
-            "the trace, in a second one if need be, or with .apply(fn), Python on the rows, on a local engine"
+            f"{_UNKNOWN_YET[name]} a number, which is not available inside the trace: save the value and decide after "
+            "the trace, or use .apply(fn), Python on the rows, on a local engine"
         )
 
     return refused
@@ -202,7 +202,7 @@ class NonTensor:
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ProgramError(
-            f"{self!r} is not a tensor, a function or a block: name one of its tensors, as in t.layers[5].output += v, "
+            f"{self!r} is not a tensor, function or context manager: use a tensor, as in t.layers[5].output += v, "
             "t.generated.layers[5].output += v or t.all().layers[5].output += v"
         )
 
@@ -218,7 +218,7 @@ class NonTensor:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ProgramError(
-            f"torch's {function_name(func)} takes tensors, got a {cls.__name__.lower()} of a trace: name one of its "
+            f"torch's {function_name(func)} expects tensors, got a {cls.__name__.lower()} of a trace: use one of its "
             "tensors, as in t.layers[5].output"
         )
 
@@ -261,12 +261,12 @@ class Expression(Arithmetic):
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise ProgramError(
-            "a computed value is not changed in place: change a clone, `h = t.layers[5].output.clone(); h[0] = value`, "
+            "a computed value cannot be set in place: change a clone, `h = t.layers[5].output.clone(); h[0] = value`, "
             "or write into the model, t.layers[5].output[0] = value"
         )
 
     def __getitem__(self, key: Any) -> NoReturn:
-        raise ProgramError("index before you compute, as in t.layers[5].output[-1] * 2")
+        raise ProgramError("index before computing, as in t.layers[5].output[-1] * 2")
 
     def __getattr__(self, name: str) -> NoReturn:
         refuse_attribute(name, KNOWN)
@@ -280,19 +280,21 @@ def _combined(operation: Any, a: Number, b: Number) -> Number:
     try:
         return operation(a, b)
     except ValueError:
-        raise ShapeError(f"expected vectors of one shape, got {list(np.shape(a))} and {list(np.shape(b))}") from None
+        raise ShapeError(
+            f"expected vectors of the same shape, got {list(np.shape(a))} and {list(np.shape(b))}"
+        ) from None
 
 
 def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
-    """Raises for an attribute that a tensor may have and a value of a trace does not."""
+    """Raise for an attribute that a tensor may have and a value of a trace does not."""
     if name.startswith("__"):
         raise AttributeError(name)
     in_place = {"add_": "+= value", "sub_": "-= value", "mul_": "*= factor", "zero_": "[...] = 0",
                 "copy_": "[...] = value", "fill_": "[...] = number", "div_": "/= number"}  # fmt: skip
     if name in in_place:
-        raise ProgramError(f"a value of the trace is written with `{in_place[name]}`, not with .{name}()")
+        raise ProgramError(f"expected `{in_place[name]}` on a traced value, got .{name}()")
     raise ProgramError(
-        f"a value of the trace has no {name!r}{near(name, known)}; it has {', '.join(known)}, and arithmetic: {INSTEAD}"
+        f"a traced value has no {name!r}{near(name, known)}; available: {', '.join(known)}, arithmetic; or {INSTEAD}"
     )
 
 
@@ -307,9 +309,9 @@ def as_number(value: Any, sign: str) -> Number:
     try:
         number = None if isinstance(value, NonTensor) else numbers(value)
     except PatchclampError as error:
-        raise type(error)(f"a value of the trace {sign} {type(value).__name__}: {error.message}") from None
+        raise type(error)(f"a traced value {sign} {type(value).__name__}: {error.message}") from None
     if number is None:
-        raise ProgramError(f"a value of the trace {sign} …: expected a number or a vector, got {type(value).__name__}")
+        raise ProgramError(f"a traced value {sign} …: expected a number or a vector, got {type(value).__name__}")
     return number
 
 
@@ -317,10 +319,10 @@ def as_factor(value: Any, sign: str) -> Number:
     """The factor of a multiplication or, elementwise for several numbers, of a division."""
     divides = sign.startswith("/")
     if isinstance(value, Arithmetic):
-        refuse(f"one value of the trace {'divided by' if divides else 'times'} another")
+        refuse(f"a traced value {'divided by' if divides else 'times'} another")
     number = as_number(value, sign)
     if divides and not np.all(number):
-        raise ProgramError("a value of the trace is divided by zero")
+        raise ProgramError("cannot divide a traced value by zero")
     return 1.0 / number if divides else number
 
 
@@ -332,7 +334,7 @@ class InPlace(Arithmetic):
     """Base of the values that can be written: `+=`, `-=`, `*=` and `/=` call `change`, as does `=` to brackets."""
 
     def change(self, sign: str, value: Any) -> Any:
-        """Performs `self <sign> value`, and returns what the statement assigns."""
+        """Perform `self <sign> value`, and return what the statement assigns."""
         raise NotImplementedError
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -369,13 +371,13 @@ class Activation(InPlace):
         return Activation(self._recording, spot)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise ProgramError(f"{self._spot} has no {name!r} to be set: it is written as a whole, or [...] = value")
+        raise ProgramError(f"cannot set {name!r} on {self._spot}: assign the whole tensor, or [...] = value")
 
     def expression(self) -> Expression:
         return Expression({self._recording.read(self._spot): 1.0})
 
     def clone(self) -> Draft:
-        """Copies the value at this point, so that later writes at this place do not change it. The copy can be changed
+        """Copy the value at this point, so that later writes at this place do not change it. The copy can be changed
         in place and written back. It belongs to the same run: a write at an earlier layer changes it, even from a later
         line."""
         return Draft(self, self._recording.read(self._spot), [], self._spot)
@@ -390,7 +392,7 @@ class Activation(InPlace):
         entry = recording.read(spot)
         recording.check_prompt()
         if recording.has_generated(entry) and not spot.single:
-            raise ProgramError(f"how many tokens {spot} has is known once they are generated")
+            raise ProgramError(f"the number of tokens of {spot} is unknown until they are generated")
         width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
         row = [width]
         if parts is not None:
@@ -419,60 +421,60 @@ class Activation(InPlace):
             self.write(as_expression(value, "="))
 
     def replace(self, value: Any, alpha: float = 1.0, mask: Any = None) -> None:
-        """Applies `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask, for numbers or a read of the trace."""
+        """Apply `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask, for numbers or a read of the trace."""
         if isinstance(value, Arithmetic):
             read = value.expression().one_read
             if read is None:
-                refuse("a value that is computed, blended in,")
+                refuse("a computed value in replace()")
             self._record(Replace, source=read, alpha=alpha, mask=mask)
         else:
             vector = self._vector(as_number(value, "as a value:"))
             self._record(Replace, vector, alpha=alpha, mask=mask)
 
     def add(self, value: Any, scale: float = 1.0, norm: str | None = None) -> None:
-        """Applies `pc.Add`: adds scale · value, for numbers or a read of the trace, with norm="match" scaled to the
+        """Apply `pc.Add`: add scale · value, for numbers or a read of the trace, with norm="match" scaled to the
         length of each row."""
         if isinstance(value, Arithmetic):
             read = value.expression().one_read
             if read is None:
-                refuse("a value that is computed, added by a method,")
+                refuse("a computed value in add()")
             self._record(Add, source=read, scale=scale, norm=norm)
         else:
             self._record(Add, self._vector(as_number(value, "as a value:")), scale=scale, norm=norm)
 
     def ablate(self, directions: Any) -> None:
-        """Applies `pc.Ablate`: removes the span of the directions."""
+        """Apply `pc.Ablate`: remove the span of the directions."""
         self._record(Ablate, directions)
 
     def clamp_along(self, direction: Any, low: float | None = None, high: float | None = None) -> None:
-        """Applies `pc.Clamp`: bounds the projection onto a direction."""
+        """Apply `pc.Clamp`: bound the projection onto a direction."""
         self._record(Clamp, direction, low=low, high=high)
 
     def rotate(self, plane: Any, degrees: float, relative: bool = False) -> None:
-        """Applies `pc.Rotate`: rotates within a plane to an angle, or by it."""
+        """Apply `pc.Rotate`: rotate within a plane to an angle, or by it."""
         self._record(Rotate, plane, degrees, relative=relative)
 
     def noise(self, std: float, seed: int = 0, relative: bool = False) -> None:
-        """Applies `pc.Noise`: adds seeded noise."""
+        """Apply `pc.Noise`: add seeded noise."""
         self._record(Noise, std, seed=seed, relative=relative)
 
     def apply(self, fn: Callable[..., Any]) -> None:
-        """Applies `pc.Apply`: calls Python on the rows; needs `allow_code=True`."""
+        """Apply `pc.Apply`: call Python on the rows; needs `allow_code=True`."""
         if self._recording.lm.engine.remote:
             raise ProgramError(
-                "a server runs no code of its clients: save the rows, compute, and write them in a second trace, or "
+                "Apply is not supported on a server: save the rows, compute, and write them in a second trace, or "
                 "run the model in this process, pc.LM(model, allow_code=True)"
             )
         self._record(Apply, fn)
 
     def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
-        """Records an op here, with given values or with the rows of a read."""
+        """Record an op here, with given values or with the rows of a read."""
         values = values if source is None else (TO_COME,)
         spot = self._spot
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
 
     def write(self, expression: Expression, own: Number | None = None) -> None:
-        """Records ops that set the rows to their own value times `own` (None: without it) plus an expression."""
+        """Record ops that set the rows to their own value times `own` (None: without it) plus an expression."""
         with all_or_nothing(self._recording):
             self._write(expression, own)
 
@@ -482,7 +484,7 @@ class Activation(InPlace):
             if self.is_unwritten_since(read):
                 own = factor if own is None else own + factor
             elif np.ndim(factor):
-                refuse("a read of another place times a vector")
+                refuse("a read of another site times a vector")
             else:
                 others[read] = float(factor)
         constant = expression.constant
@@ -512,7 +514,7 @@ class Activation(InPlace):
         return same and not self._recording.is_written_since(read)
 
     def _scale(self, factor: Number) -> None:
-        """Multiplies rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""
+        """Multiply rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""
         if np.ndim(factor) == 0:
             self._record(Scale, float(factor))
             return
@@ -520,8 +522,8 @@ class Activation(InPlace):
         mask = np.float32(1) - row.array()
         if len(row.shape) > 1 or not np.array_equal(np.float32(1) - mask, row.array()):
             raise ProgramError(
-                "rows are multiplied by a number, or by one vector that is a mask (of 0 and 1, say): a program has no "
-                "other product; write it with .apply(fn), Python on the rows, on a local engine"
+                "expected a number or one mask vector (of 0 and 1, for example) as the factor of rows; for other "
+                "products use .apply(fn), Python on the rows, on a local engine"
             )
         self._record(Replace, np.zeros_like(mask), mask=mask)
 
@@ -539,7 +541,7 @@ class Activation(InPlace):
         if array.ndim == 2 and array.shape[0] == 1:
             array = array[0]
         if array.ndim > 2 or array.shape[-1] != width:
-            raise ShapeError(f"{spot} is {width} wide; what is written there is {list(np.shape(number))}")
+            raise ShapeError(f"{spot}: expected width {width}, got shape {list(np.shape(number))}")
         return Vector.of(array)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -553,7 +555,7 @@ class Activation(InPlace):
 
 @contextlib.contextmanager
 def all_or_nothing(recording: Recording) -> Iterator[None]:
-    """Discards the entries recorded in the block if a `PatchclampError` leaves it."""
+    """Discard the entries recorded in the block if a `PatchclampError` leaves it."""
     count = len(recording.entries)
     try:
         yield
@@ -588,11 +590,11 @@ class Draft(InPlace):
 
     def expression(self) -> Expression:
         if self.is_changed:
-            raise ProgramError("a clone that was changed in place can be written into the model, and no more")
+            raise ProgramError("a clone that was changed in place can only be written into the model")
         if self._is_whole:
             return Expression({self._read: 1.0})
         if self._changes or not self._of.is_unwritten_since(self._read):
-            raise ProgramError("the model or the clone was changed since: index first, and clone then")
+            raise ProgramError("the model or the clone has changed since: index first, then clone")
         return Activation(self._of._recording, self._spot).expression()
 
     def clone(self) -> Any:
@@ -606,18 +608,18 @@ class Draft(InPlace):
         return Activation(self._of._recording, self._spot).shape
 
     def __getitem__(self, key: Any) -> Draft:
-        """Selects tokens or heads; of a part that is a head, tokens: `clone[3][-1]`."""
+        """Select tokens or heads; of a part that is a head, tokens: `clone[3][-1]`."""
         if self._is_whole:
             return Draft(self._of, self._read, self._changes, self._part(key))
         if self._spot.site == self._of._spot.site or not self._of._spot.whole:
-            raise ProgramError(f"{self._spot} is a part of a clone: choose all of it in one pair of brackets")
+            raise ProgramError(f"{self._spot} is part of a clone: index it in a single pair of brackets")
         try:
             return Draft(self._of, self._read, self._changes, self._spot[key])
         except PatchclampError as error:
-            raise type(error)(f"{error.message}; of a clone, choose in one pair of brackets") from None
+            raise type(error)(f"{error.message}; index a clone in a single pair of brackets") from None
 
     def change(self, sign: str, value: Any) -> Draft:
-        """Records a change, and checks it so that errors raise at its line."""
+        """Record a change, and check it so that errors raise at its line."""
         if sign == "=" and isinstance(value, Draft) and (value._changes is self._changes and value._spot == self._spot):
             return self  # `draft[-1] += v` assigns its own result
         value = value.expression() if isinstance(value, Arithmetic) else as_number(value, sign)
@@ -662,13 +664,13 @@ class Draft(InPlace):
         try:
             chosen = positions[list(rows.select(len(positions), len(positions)))]
         except TokensError:
-            raise TokensError(f"{own} has {len(positions)} rows, 0 to {len(positions) - 1}, not {rows.index}") from None
+            raise TokensError(f"row {rows.index} is out of range for {own} with {len(positions)} rows") from None
         if not len(chosen):
-            raise TokensError(f"{own} has {len(positions)} rows, and none of them is in [{rows.index}]")
+            raise TokensError(f"[{rows.index}] selects none of the {len(positions)} rows of {own}")
         return numbered(chosen, isinstance(rows.index, int))
 
     def write_into(self, target: Activation) -> None:
-        """Writes a changed copy: the changed parts, and the rest as it was when cloned."""
+        """Write a changed copy: the changed parts, and the rest as it was when cloned."""
         with all_or_nothing(target._recording):
             if not target.is_unwritten_since(self._read):
                 target.write(Expression({self._read: 1.0}))
@@ -681,7 +683,7 @@ class Draft(InPlace):
         site, single, tokens = spot.site, part.single, part.tokens
         if part.site.index != own.site.index:
             if spot.parted:
-                raise ShapeError(f"{part.site} was changed in a clone of {own.site}, and {spot.site} has no such parts")
+                raise ShapeError(f"{part.site} was changed in a clone of {own.site}, but {spot.site} lacks this part")
             site = Site(site.name, site.layers, part.site.index)
         if part.tokens == own.tokens:
             single, tokens = spot.single, spot.tokens
@@ -696,7 +698,9 @@ class Draft(InPlace):
         if len(mine) == 1:
             return target._spot.tokens
         if len(mine) != len(theirs):
-            raise ShapeError(f"the clone of {self._of._spot} has {len(mine)} rows, and {target._spot} {len(theirs)}")
+            raise ShapeError(
+                f"row counts differ: the clone of {self._of._spot} has {len(mine)}, {target._spot} has {len(theirs)}"
+            )
         row = {position: number for number, position in enumerate(mine.tolist())}
         rows = [row[position] for position in recording.known_positions(part).tolist()]
         return numbered(theirs[rows], part.single)
@@ -740,7 +744,7 @@ class TokenGroup(NonTensor):
 
     def _attribute(self, name: str) -> Any:
         if name in DERIVED:
-            raise UnsupportedSite(f"{name} is not read in a trace: capture it by capture=pc.{name}[l] in lm.run")
+            raise UnsupportedSite(f"{name} is not available in a trace: use capture=pc.{name}[l] in lm.run")
         if name not in SITES and name not in BATCHED:
             known = (each for each in dir(self) if not each.startswith("_"))
             raise hint(name, OF_A_TRACE) or elsewhere(name) or unknown("name in a trace", name, known)
@@ -753,7 +757,7 @@ class TokenGroup(NonTensor):
         self._activation(Site(BATCHED.get(name, name)), name in BATCHED).change("=", value)
 
     def __getitem__(self, key: Any) -> NoReturn:
-        raise ProgramError(f"{self} are tokens of many tensors: choose of one, as in .layers[5].output[{written(key)}]")
+        raise ProgramError(f"{self} spans many tensors: index one of them, as in .layers[5].output[{written(key)}]")
 
     def __dir__(self) -> list[str]:
         return ["layers", *SITES, *BATCHED]
@@ -786,7 +790,7 @@ class Steps(TokenGroup):
 
     def __iter__(self) -> Iterator[TokenGroup]:
         if not len(self):
-            raise TokensError(f"no token of {self._tokens} is an input of this run: raise max_tokens")
+            raise TokensError(f"{self._tokens} selects no input token of this run: raise max_tokens")
         return (self[step] for step in range(len(self)))
 
 
@@ -828,10 +832,10 @@ class LayerList(ByLayer):
     _at = __getitem__
 
     def __setitem__(self, layer: Any, value: Any) -> None:
-        raise ProgramError(f"a layer is a module: write what it returns, t.layers[{layer}].output = value")
+        raise ProgramError(f"a layer is a module: assign its output, t.layers[{layer}].output = value")
 
     def _attribute(self, name: str) -> Any:
-        raise ProgramError(f"name the layer: .layers[5].{name}, or .layers[:].{name} to write every layer")
+        raise ProgramError(f"select a layer: .layers[5].{name}, or .layers[:].{name} to write every layer")
 
 
 class Module(ByLayer):
@@ -848,7 +852,7 @@ class Module(ByLayer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not self._module and name in SUBMODULES:
-            raise ProgramError(f"{name} is a module: write what it returns, .{name}.output = value")
+            raise ProgramError(f"{name} is a module: assign its output, .{name}.output = value")
         getattr(self, name).change("=", value)
 
     def _site(self, name: str) -> str:
@@ -859,8 +863,8 @@ class Module(ByLayer):
             raise ProgramError(f".{name} is a tuple in other libraries: here .{name[:-1]} is the tensor itself")
         if name in ("source", "weights", "pattern", "attention_probabilities"):
             raise UnsupportedSite(
-                "lines inside a module do not exist in a fused kernel: use q, k, v and z, and capture attention "
-                "weights by capture=pc.pattern[l] in lm.run"
+                "a fused kernel has no intermediate values: use q, k, v and z, and capture attention weights with "
+                "capture=pc.pattern[l] in lm.run"
             )
         what = f"tensor of {self._module or 'a layer'}"
         raise hint(name, OF_A_LAYER) or unknown(what, name, (*names, *(() if self._module else ("attn", "mlp"))))
@@ -870,7 +874,7 @@ class Module(ByLayer):
 
     def _layers(self) -> list[int]:
         if not isinstance(self._layer, Range):
-            raise ProgramError(f"{self} is one module, no list: its tensors are {', '.join(MODULES[self._module])}")
+            raise ProgramError(f"{self} is one module, not a list: its tensors are {', '.join(MODULES[self._module])}")
         return list(self._layer.indices(self._group._recording.lm.model.layers))
 
     def __dir__(self) -> list[str]:
@@ -902,7 +906,7 @@ class SiteByLayer(ByLayer):
         return [ref.layer for ref in self._group._recording.lm.sites.resolve(Site(self._site)) if ref.layer is not None]
 
     def _attribute(self, name: str) -> Any:
-        raise ProgramError(f"{self._site} is one tensor a layer: name the layer, {self._site}[5].{name}")
+        raise ProgramError(f"{self._site} has one tensor per layer: select a layer, {self._site}[5].{name}")
 
     def __repr__(self) -> str:
         return f"<{self._site}, a layer in brackets>"
@@ -925,9 +929,7 @@ class Pending(Arithmetic, torch.Tensor):
 
     def __getitem__(self, key: Any) -> NoReturn:
         self.saved.raise_failure()
-        raise ProgramError(
-            f"{self.saved.name} is saved, and has no numbers before the trace ends: index it then, or before .save()"
-        )
+        raise ProgramError(f"{self.saved.name} is not available until the trace ends: index it then, or before .save()")
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         self.__getitem__(key)
@@ -948,13 +950,11 @@ class Pending(Arithmetic, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        """Refuses calls that bypass `__torch_function__`: those that copy, such as `torch.tensor(value)`."""
+        """Refuse calls that bypass `__torch_function__`: those that copy, such as `torch.tensor(value)`."""
         for arg in args:
             if isinstance(arg, Pending):
                 arg.saved.raise_failure()
-        raise ProgramError(
-            "a saved value has no numbers before the trace ends, and cannot be copied into another tensor: do it then"
-        )
+        raise ProgramError("a saved value is not available until the trace ends: copy it into another tensor then")
 
     @classmethod
     def new(cls, saved: Saved) -> Pending:
@@ -981,43 +981,43 @@ class Saved:
         return [read.recording for read in self.expression.terms]
 
     def raise_failure(self) -> None:
-        """Raises if the value failed, will never be available, or needs a further step of the caller."""
+        """Raise if the value failed, will never be available, or needs a further step of the caller."""
         if self.failure is not None:
             raise self.failure
         for recording in self.recordings:
             check_to_come(recording, self.name)
 
     def fill(self, value: torch.Tensor) -> None:
-        """Turns the tensor that the caller holds into a plain one with a copy of these numbers."""
+        """Turn the tensor that the caller holds into a plain one with a copy of these numbers."""
         tensor: Any = self.tensor
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             try:
                 torch.utils.swap_tensors(tensor, value.detach().clone())
             except RuntimeError as error:
                 raise ProgramError(
-                    f"{self.name} cannot be filled in while something refers to it, such as a weak reference: {error}"
+                    f"cannot fill in {self.name} while something references it, such as a weak reference: {error}"
                 ) from None
 
 
 NOT_READ = {  # why a saved value is not available, by the state of its recording
     "new": "a trace runs at the end of its block, `with lm.trace(prompt) as t:`",
     "waiting": "a trace with stream=True runs when it is iterated, `for part in t`",
-    "streaming": "it is complete after the last part; t.so_far(value) has what has come by now",
+    "streaming": "it is complete after the last part; t.so_far(value) returns the part received so far",
 }
 
 
 def check_to_come(recording: Recording, name: str) -> None:
-    """Raises if a recording's saved values will never be available, or only after a further step by the caller."""
+    """Raise if a recording's saved values will never be available, or only after a further step by the caller."""
     if recording.state == "left":
-        raise MissingSource(f"{name} was not read: an error left the trace before it ran")
+        raise MissingSource(f"{name} was not read: an error ended the trace before it ran")
     if recording.state in NOT_READ:
         raise ProgramError(f"{name} was not read: {NOT_READ[recording.state]}")
 
 
 def save(expression: Expression) -> Pending:
-    """Requests the value of an expression after the trace."""
+    """Request the value of an expression after the trace."""
     if not expression.terms:
-        raise ProgramError("only numbers are saved here, and nothing of the model")
+        raise ProgramError("expected a value of the model to save, got only numbers")
     saved = Saved(expression, callers_line())
     recording = saved.recordings[0]
     for read in expression.terms:
@@ -1027,7 +1027,7 @@ def save(expression: Expression) -> Pending:
 
 
 def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torch.Tensor:
-    """Evaluates an expression on the rows of its reads."""
+    """Evaluate an expression on the rows of its reads."""
     if (only := expression.one_read) is not None:
         return rows[only]
     total: Any = torch.as_tensor(expression.constant)
@@ -1035,7 +1035,7 @@ def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torc
         for read, factor in expression.terms.items():
             total = total + rows[read] * torch.as_tensor(factor)
     except RuntimeError as error:
-        raise ShapeError(f"expected numbers in the shape of what is read: {error}") from None
+        raise ShapeError(f"expected numbers that broadcast to the rows read: {error}") from None
     return total
 
 
@@ -1049,9 +1049,9 @@ def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
         order = []
     rows = captured if order == list(range(len(captured))) else captured[order]
     if not len(rows) and run.finish_reason is None:
-        raise MissingSource(f"{entry.spot} has not come yet: {len(run.token_ids)} tokens were read")
+        raise MissingSource(f"{entry.spot} is not available yet: {len(run.token_ids)} tokens were read")
     if not len(rows):
-        raise MissingSource(f"{entry.spot}: the run ended after {len(run.token_ids)} tokens, so this one never came")
+        raise MissingSource(f"{entry.spot}: the run ended after {len(run.token_ids)} tokens, before this one")
     rows = rows[0] if entry.spot.single else rows
     return rows[None] if entry.spot.batched else rows
 
@@ -1072,7 +1072,7 @@ class Cache(Mapping[str, torch.Tensor]):
     def __getitem__(self, site: str | Site) -> torch.Tensor:
         rows, name = self._filled(), str(parse_site(site))
         if name not in rows:
-            raise MissingSource(f"{name} is not in this cache{near(name, rows)}; it has: {', '.join(rows)}")
+            raise MissingSource(f"{name} is not in this cache{near(name, rows)}; available: {', '.join(rows)}")
         return rows[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -1086,7 +1086,7 @@ class Cache(Mapping[str, torch.Tensor]):
         return [self.recording]
 
     def fill(self, run: Run | None) -> None:
-        """Stores a run's captures of the sites, without the positions that only other captures added."""
+        """Store a run's captures of the sites, without the positions that only other captures added."""
         assert run is not None
         wanted, rows = run.select(self.tokens), {}
         for name, captured in self.recording.lm.fetch([run], self.sites, copy=False)[0].items():
@@ -1100,7 +1100,7 @@ class Cache(Mapping[str, torch.Tensor]):
             raise self.failure
         if self._rows is None:
             check_to_come(self.recording, "the cache")
-            raise ProgramError("the cache has nothing before the trace ends: read it then")
+            raise ProgramError("the cache is empty until the trace ends: read it then")
         return self._rows
 
     def __repr__(self) -> str:

@@ -87,12 +87,12 @@ class Spot(msgspec.Struct, frozen=True):
         keys = list(key) if isinstance(key, tuple) else [WHOLE if key is Ellipsis else key]
         if self.numbered:
             raise ProgramError(
-                f"{self}: one token was chosen by its number, and this is its row. Tensors here are [T, D], one row a "
-                "token, and no tuple as module.output is in nnsight, so [0] is the first token: write output[:] for "
-                "every token, output[-1] for the last, and no brackets after that"
+                f"{self} is already the row of one token. Tensors here are [T, D], one row per token, not tuples as "
+                "module.output in nnsight, so [0] is the first token: use output[:] for every token or output[-1] for "
+                "the last, without further brackets"
             )
         if any(one is None or one is Ellipsis for one in keys):
-            raise ProgramError(f"{self}: brackets take numbers, ranges, lists and selections, not {key!r}")
+            raise ProgramError(f"{self}: expected numbers, slices, lists or selections as index, got {key!r}")
         spot = self._without_batch(keys) if self.batched else self
         if not spot.parted:
             spot = spot._part(keys.pop(1 if len(keys) > 1 else 0)) if _is_part(keys) else spot
@@ -100,36 +100,36 @@ class Spot(msgspec.Struct, frozen=True):
             spot = spot._select(keys.pop(0))
         if any(not _is_whole(one) for one in keys):
             raise ProgramError(
-                f"{spot}: brackets choose tokens, and of heads, neurons and experts which of them; single numbers of a "
-                "row cannot be read or written there: use .save() and index it after the trace, or a vector with zeros"
+                f"{spot}: brackets index tokens, and heads, neurons or experts; single numbers of a row cannot be read "
+                "or written: use .save() and index it after the trace, or write a vector with zeros"
             )
         return spot
 
     def _without_batch(self, keys: list[Any]) -> Spot:
-        """Consumes the batch index at the front of the brackets."""
+        """Consume the batch index at the front of the brackets."""
         first = keys.pop(0)
         if _is_whole(first):
             return self
         if isinstance(first, Selection) or first not in (0, -1):
             raise ProgramError(
-                f"{self} has a batch axis of 1 in front, as in nnterp: write [:, {written(first)}] or "
+                f"{self} has a leading batch axis of 1, as in nnterp: use [:, {written(first)}] or "
                 f"[0, {written(first)}]"
             )
         return msgspec.structs.replace(self, batched=False)
 
     def _part(self, key: Any) -> Spot:
-        """Selects heads, neurons or experts."""
+        """Select heads, neurons or experts."""
         if isinstance(key, (Sequence, range)) or getattr(key, "ndim", 0):
             part, name = SPECS[self.site.name].index, self.site.name
             raise ProgramError(
-                f"{self.site}: a {part} is chosen by its number, or neighbours as a range, {name}[3] or {name}[2:5], "
-                "not by a list or a mask: write a line for each"
+                f"{self.site}: expected one {part} or a contiguous slice ({name}[3], {name}[2:5]), got a list or mask; "
+                f"write one line per {part}"
             )
         site = self.site if _is_whole(key) else Site(self.site.name, self.site.layers, key)
         return msgspec.structs.replace(self, site=site, parted=True)
 
     def _select(self, key: Any) -> Spot:
-        """Selects tokens of the group."""
+        """Select tokens of the group."""
         if _is_whole(key):
             return self
         if isinstance(key, (Selection, str)):
@@ -137,7 +137,7 @@ class Spot(msgspec.Struct, frozen=True):
             tokens = self.tokens & chosen if self.named and self.tokens != every else chosen
             return msgspec.structs.replace(self, tokens=tokens, whole=False)
         if not self.whole:
-            raise ProgramError(f"{self}: its tokens are chosen already")
+            raise ProgramError(f"{self}: tokens are already selected")
         if self.site.name == "logits" and self.tokens == prompt[-1:]:
             return self._sampled(key)
         group = self.tokens
@@ -154,19 +154,17 @@ class Spot(msgspec.Struct, frozen=True):
         """A list of positions, or a single one, from a list, a tensor or an array."""
         key = key.tolist() if hasattr(key, "tolist") else list(key)
         if isinstance(key, list) and any(isinstance(one, (list, tuple)) for one in key):
-            raise ProgramError(f"{self}: tokens are chosen by one list of numbers, not by an index of several axes")
+            raise ProgramError(f"{self}: expected one list of token positions, got an index with several axes")
         if any(isinstance(one, bool) for one in (key if isinstance(key, list) else [key])):
-            raise ProgramError(
-                f"{self}: tokens are chosen by their numbers, not by a mask: give mask.nonzero().flatten()"
-            )
+            raise ProgramError(f"{self}: expected token positions, got a mask: use mask.nonzero().flatten()")
         return key
 
     def _sampled(self, key: Any) -> Spot:
-        """Selects from a prompt's logits, which have one row: the last token's."""
+        """Select from a prompt's logits, which have one row: the last token's."""
         if key not in (0, -1):
             raise ProgramError(
-                f"logits[{written(key)}]: logits exist only where a token is sampled, of the prompt at its last "
-                "token: write logits[-1], or t.generated.logits for the tokens after it"
+                f"logits[{written(key)}]: logits exist only at sampled positions, in the prompt at its last "
+                "token: use logits[-1], or t.generated.logits for the tokens after it"
             )
         return msgspec.structs.replace(self, tokens=prompt[-1], whole=False, single=True, numbered=True)
 
@@ -243,8 +241,8 @@ def at_line(error: PatchclampError, line: Line) -> PatchclampError:
 MAX_STORED = 4096  # rows that a write can take within one run; more need two runs
 
 CLOSED = {  # why nothing can be read or written, by the state of a recording
-    "new": "a trace is a `with` block: `with lm.trace(prompt) as t:`, and reads and writes inside it",
-    "left": "an error left this block, so nothing of it is run: nothing can be read or written there",
+    "new": "a trace is a `with` block: `with lm.trace(prompt) as t:`, with reads and writes inside it",
+    "left": "an error ended this block, so it does not run and cannot be read or written",
     "ended": "the trace has ended: reads and writes belong inside its `with`",
 }
 CLOSED |= dict.fromkeys(("waiting", "streaming"), CLOSED["ended"])
@@ -284,11 +282,11 @@ class Entry:
         return [depth(self.recording.lm, point) for point in self.points]
 
     def want(self, recording: Recording, captured: bool = True) -> None:
-        """Requests the rows of a read for a recording of the same trace; `captured`: they must outlive its run."""
+        """Request the rows of a read for a recording of the same trace; `captured`: they must outlive its run."""
         self.recording.check_open()
         self.recording.check_prompt()
         if self.recording.trace is not recording.trace:
-            raise ProgramError(f"{self.spot} is of another trace: save it there, and write the saved tensor here")
+            raise ProgramError(f"{self.spot} belongs to another trace: save it there, and write the saved tensor here")
         self.wanted |= captured
 
     def before(self) -> list[Entry]:
@@ -365,12 +363,12 @@ class Recording:
         self.run: Run | None = None
 
     def drop(self, error: BaseException) -> None:
-        """Marks the block as exited with an error, so that it does not run."""
+        """Mark the block as exited with an error, so that it does not run."""
         self.state = "left"
         if isinstance(error, PatchclampError):
             self.failure = error
         else:
-            self.failure = MissingSource(f"an error left the block before it ran: {describe_error(error)}")
+            self.failure = MissingSource(f"an error ended the block before it ran: {describe_error(error)}")
 
     def check_open(self) -> None:
         if self.state != "open":
@@ -378,7 +376,7 @@ class Recording:
 
     def check_prompt(self) -> None:
         if self.prompt is None:
-            raise ProgramError("a named program edits and reads nothing: write numbers there, and read in a trace")
+            raise ProgramError("a named program cannot read: write numbers in it, and read in a trace")
 
     def write(self, op: SiteOp, spot: Spot, source: Entry | None = None) -> None:
         """Check and record a write, so that errors raise at the caller's line."""
@@ -393,7 +391,7 @@ class Recording:
         self.entries.append(entry)
 
     def read(self, spot: Spot) -> Entry:
-        """Records a read, which sees the writes before it and not those after it."""
+        """Record a read, which sees the writes before it and not those after it."""
         self.check_open()
         op = Capture(spot.site, spot.tokens)
         self.check(op)
@@ -402,7 +400,7 @@ class Recording:
             raise TokensError(f"{spot} selects no token, so nothing would be read")
         if len(entry.refs) > 1:
             raise ProgramError(
-                f"{spot.site} is read of one layer at a time, as in {entry.refs[0]}; t.cache({str(spot.site)!r}) saves "
+                f"{spot.site} is read one layer at a time, as in {entry.refs[0]}; t.cache({str(spot.site)!r}) saves "
                 "many at once"
             )
         same = [other for other in self.entries if other.is_read and other.spot == spot]
@@ -416,7 +414,7 @@ class Recording:
         return any(not e.is_read and e.points & read.points for e in self.entries[read.number :])
 
     def check(self, op: SiteOp) -> None:
-        """Checks one op by binding it to the prompt. Errors name its site, because it has no path yet."""
+        """Check one op by binding it to the prompt. Errors name its site, because it has no path yet."""
         if self.prompt is None:
             self.lm.sites.resolve(op.at)
             return
@@ -443,21 +441,21 @@ class Recording:
         return other
 
     def check_width(self, spot: Spot, read: Entry) -> None:
-        """Raises `ShapeError` if the rows of a read and of the spot that takes them differ in width."""
+        """Raise `ShapeError` if the rows of a read and of the spot that takes them differ in width."""
         written, width = self.width(spot), read.recording.width(read.spot)
         if written != width:
             raise ShapeError(
-                f"{spot} is {written} wide, and {read.spot} is {width}: name the part of the larger that is meant, as "
-                "in z[3] or neurons[0:8]"
+                f"widths differ: {spot} has {written}, {read.spot} has {width}; select a part of the larger, such as "
+                "z[3] or neurons[0:8]"
             )
 
     def _check_source(self, write: Entry, read: Entry) -> None:
-        """Raises `ProgramError` if the source of a write is computed after it or depends on it."""
+        """Raise `ProgramError` if the source of a write is computed after it or depends on it."""
         if read.recording is not self:
             return
         if self.has_generated(read):
             raise ProgramError(
-                f"{read.spot} depends on what is generated, and {write.spot} may change that: read it in one trace and "
+                f"{read.spot} depends on generated tokens, which {write.spot} may change: read it in one trace and "
                 "write it in another, or use pc.Apply on a local engine (.apply(fn))"
             )
         latest = max(read.depths)
@@ -491,7 +489,7 @@ class Recording:
         self.check_prompt()
         cases = self._cases(spot.site.name, spot.tokens if tokens is None else tokens)
         if len(cases) != 1 or not cases[0].alone:
-            raise ShapeError(f"which tokens {spot} has is known when they are there: name positions")
+            raise ShapeError(f"the tokens of {spot} are unknown until they are generated: use fixed positions")
         return cases[0].positions
 
     def _cases(self, site: str, tokens: Tokens) -> list[Case]:
@@ -538,7 +536,7 @@ class Schedule:
         except graphlib.CycleError as error:
             entry = min(error.args[1], key=lambda entry: entry.number)
             raise at_line(
-                ProgramError(f"{entry.spot} depends on itself by way of other writes: no order of runs exists"),
+                ProgramError(f"{entry.spot} depends on itself through other writes: no order of runs exists"),
                 entry.line,
             ) from None
         self._last = {rec: max((self._levels[e] for e in rec.entries if not e.is_read), default=0)

@@ -69,7 +69,7 @@ class Invoke(TokenGroup):
         return TokenGroup(self._recording, every, True)
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
-        """Saves many sites at once, with their values after all writes of the trace; every site by default. `tokens` is
+        """Save many sites at once, with their values after all writes of the trace; every site by default. `tokens` is
         a selection, by default the prompt's tokens."""
         recording = self._recording
         recording.check_open()
@@ -90,7 +90,7 @@ class Invoke(TokenGroup):
             raise recording.failure
         if recording.run is None:
             check_to_come(recording, "the run")
-            raise ProgramError("the trace has not run yet: its run is there after the `with`")
+            raise ProgramError("the trace has not run yet: its run is available after the `with`")
         return recording.run
 
     @property
@@ -129,7 +129,7 @@ class Trace(NonTensor):
     ) -> None:  # fmt: skip
         check_options(others, "lm.trace", OF_TRACE)
         if not is_token_id(max_tokens) or max_tokens < 1:
-            raise ProgramError(f"at least one token must be generated, not {max_tokens!r}", "max_tokens")
+            raise ProgramError(f"expected a positive integer, got {max_tokens!r}", "max_tokens")
         self._lm, self._max_tokens, self._sampling, self._entered = lm, max_tokens, sampling, False
         self._edits = list(Program.of(edits).edits)
         self._options: RunArguments = {"logprobs": logprobs, "lora": lora}
@@ -137,7 +137,7 @@ class Trace(NonTensor):
         self._stream: Stream | None = None
         self._only = None if prompt is None and messages is None else self._new(prompt, messages, sampling, score)
         if self._only is None and len(score):
-            raise ProgramError("score= goes with a prompt: t.invoke(prompt, score=...)", "score")
+            raise ProgramError("score= requires a prompt: t.invoke(prompt, score=...)", "score")
 
     def __repr__(self) -> str:
         count = len(self._invokes) if self._only is None else 1
@@ -146,11 +146,11 @@ class Trace(NonTensor):
     def _new(self, prompt: Any, messages: Any, sampling: Any, score: Sequence[int]) -> Invoke:
         read = read_prompt(self._lm, prompt, messages)
         if sampling is not None and not isinstance(sampling, Mapping):
-            raise ProgramError(f"expected names and values, got {type(sampling).__name__}", "sampling")
+            raise ProgramError(f"expected a mapping of sampling options, got {type(sampling).__name__}", "sampling")
         if sampling is not None and not all(isinstance(name, str) for name in sampling):
             raise ProgramError(f"expected names such as 'temperature', got {list(sampling)!r:.100}", "sampling")
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
-            raise ProgramError("a trace has one run a prompt: use an invoke for each", "sampling.n")
+            raise ProgramError("a trace has one run per prompt: use one invoke for each", "sampling.n")
         score = self._lm.scored(score)
         recording = Recording(self._lm, read, self._max_tokens, self)
         recording.state = "open" if self._entered else "new"
@@ -162,16 +162,16 @@ class Trace(NonTensor):
         self, prompt: Any = None, *, messages: Any = None, sampling: Any = None, score: Sequence[int] = (),
         **others: Any,
     ) -> Invoke:  # fmt: skip
-        """Adds a prompt to the batch: `with t.invoke("…") as a:`. Values of one prompt can be written into another."""
+        """Add a prompt to the batch: `with t.invoke("…") as a:`. Values of one prompt can be written into another."""
         check_options(others, "t.invoke", OF_INVOKE)
         if not self._entered:
-            raise ProgramError("a trace is a `with` block: `with lm.trace() as t:`, and invokes inside it")
+            raise ProgramError("a trace is a `with` block: `with lm.trace() as t:`, with invokes inside it")
         if self._state != "open":
             raise ProgramError("the trace has ended: invokes belong inside its `with`")
         if self._only is not None:
-            raise ProgramError("this trace has its prompt: lm.trace() without one takes invokes")
+            raise ProgramError("this trace already has a prompt: use lm.trace() without one for invokes")
         if self._streamed:
-            raise ProgramError("one prompt is streamed at a time: lm.trace(prompt, stream=True)")
+            raise ProgramError("only one prompt can be streamed: lm.trace(prompt, stream=True)")
         return self._new(prompt, messages, self._sampling if sampling is None else sampling, score)
 
     @property
@@ -188,13 +188,13 @@ class Trace(NonTensor):
         if name.startswith("_"):
             object.__setattr__(self, name, value)
         elif self._only is None:
-            raise ProgramError(f"this trace has no prompt of its own: write into an invoke's, a.{name}")
+            raise ProgramError(f"this trace has no prompt of its own: write to an invoke's, a.{name}")
         else:
             setattr(self._only, name, value)
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise ProgramError(
-            "a trace is no list: its prompts are t.invokes, and tokens are chosen of a tensor, "
+            "a trace is not a list: its prompts are t.invokes, and tokens are selected on a tensor, "
             f"t.layers[5].output[{written(key)}]"
         )
 
@@ -232,7 +232,7 @@ class Trace(NonTensor):
             self._execution.answer = error
 
     def _end(self, left: bool) -> Iterable[RunArguments]:
-        """Closes the recordings and returns the calls to make now, if any."""
+        """Close the recordings and return the calls to make now, if any."""
         recordings = [invoke._recording for invoke in self._invokes]
         self._state = "left" if left else "ended"
         for recording in recordings:
@@ -251,14 +251,14 @@ class Trace(NonTensor):
         """The current content of a saved value or a cache while the trace streams: the tokens whose parts were read.
         Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet."""
         if self._stream is None:
-            raise ProgramError("nothing streams: t.so_far(value) is for the loop `for part in t`")
+            raise ProgramError("the trace is not streaming: use t.so_far(value) in the loop `for part in t`")
         run = self._stream.so_far
         if isinstance(value, Cache):
             cache = Cache(value.sites, value.tokens, value.line, value.recording)
             cache.fill(run)
             return cache
         if not isinstance(value, Pending):
-            raise ProgramError(f"expected a value of .save() or t.cache(...), got {type(value).__name__}")
+            raise ProgramError(f"expected a value from .save() or t.cache(...), got {type(value).__name__}")
         return self._execution.value_so_far(value.saved, run)
 
     def __iter__(self) -> Iterator[Part]:
@@ -273,12 +273,12 @@ class Trace(NonTensor):
 
     @contextlib.contextmanager
     def _streaming(self) -> Iterator[Stream]:
-        """Makes all calls except the last, the prompt's own, and yields that one as a stream. Fills in the saved values
+        """Make all calls except the last, the prompt's own, and yield that one as a stream. Fill in the saved values
         at the end; if the stream is left before, they raise an error when read."""
         if not self._streamed:
-            raise ProgramError("only a trace with stream=True is iterated: lm.trace(prompt, stream=True)")
+            raise ProgramError("only a trace with stream=True can be iterated: lm.trace(prompt, stream=True)")
         if self._state != "ended":
-            raise ProgramError("a trace streams once, after its `with`")
+            raise ProgramError("a trace can be iterated once, after its `with`")
         self._state = "streamed"
         self._set_state("streaming")
         execution = self._execution
@@ -293,7 +293,7 @@ class Trace(NonTensor):
             execution.finish(error)
         except BaseException:
             with contextlib.suppress(PatchclampError):
-                execution.finish(EngineError("the stream was left before its end"))
+                execution.finish(EngineError("the stream was closed before its end"))
             raise
         else:
             execution.finish([self._stream.run])
@@ -325,11 +325,11 @@ class Edit(Invoke):
             return
         edits = [entry.op for entry in recording.entries if not entry.is_read]
         if not edits:
-            raise ProgramError(f"nothing was written, so there is no program to be named {self._name!r}")
+            raise ProgramError(f"nothing was written, so program {self._name!r} is empty")
         recording.lm.bank[self._name] = edits
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
-        raise ProgramError("a named program edits and reads nothing: cache in a trace")
+        raise ProgramError("a named program cannot read: cache in a trace")
 
 
 def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | None]:
@@ -338,19 +338,21 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
         if not isinstance(messages, (list, tuple)) or any(isinstance(m, (list, tuple)) for m in messages):
             raise ProgramError("expected one chat, a list of {'role': ..., 'content': ...}", "messages")
         if has_images(messages):
-            raise ProgramError("a trace takes no chat with images: give lm.run the messages, and a program", "messages")
+            raise ProgramError(
+                "a trace does not support chats with images: use lm.run with messages and a program", "messages"
+            )
         return list(lm._chat(messages).ids), None
     if isinstance(prompt, str):
         return lm._prompt(prompt, "prompt").ids, prompt
     if isinstance(prompt, Mapping):
-        raise ProgramError("a trace takes text or token ids: give lm.run a prompt with images, and a program", "prompt")
+        raise ProgramError("a trace supports only text or token ids: use lm.run for a prompt with images", "prompt")
     prompt = as_plain(prompt, "prompt")
     if prompt is None or messages is not None:
-        raise ProgramError("give either a prompt or messages")
+        raise ProgramError("expected either a prompt or messages")
     if not isinstance(prompt, (list, tuple)) or not prompt or isinstance(prompt[0], (str, list, tuple)):
         raise ProgramError(
-            "a trace has one prompt, text or token ids: for several, `with lm.trace() as t:` and an invoke for each, "
-            "`with t.invoke(prompt) as a:`; of token ids [1, T] give ids[0]",
+            "expected one prompt, text or token ids: for several, use `with lm.trace() as t:` and an invoke for each, "
+            "`with t.invoke(prompt) as a:`; for token ids [1, T] pass ids[0]",
             "prompt",
         )
     return lm._prompt(prompt, "prompt").ids, None
@@ -404,7 +406,7 @@ class Execution:
         self.calls: Iterator[RunArguments] = self._calls()
 
     def finish(self, answer: list[Run] | PatchclampError) -> None:
-        """Ends the last call. Raises the trace's first error."""
+        """End the last call. Raises the trace's first error."""
         self.answer = answer
         next(self.calls, None)
 
@@ -483,7 +485,7 @@ class Execution:
     # -- errors
 
     def _blame(self, batch: list[Planned], error: PatchclampError) -> None:
-        """Attributes a call's error to the prompt whose index is in its path, or to all."""
+        """Attribute a call's error to the prompt whose index is in its path, or to all."""
         match = re.match(r"prompt (\d+)\.?", error.path or "")
         if match is not None:
             error = type(error)(error.message, (error.path or "")[match.end() :] or None)
@@ -492,7 +494,7 @@ class Execution:
             self._fail(planned, error)
 
     def _fail(self, planned: Planned, error: PatchclampError) -> None:
-        """Fails the recording of a failed run; the first error is kept."""
+        """Fail the recording of a failed run; the first error is kept."""
         recording = planned.recording
         recording.failure = recording.failure or at_line(error, self._line(planned, error))
 
@@ -513,7 +515,7 @@ class Execution:
     # -- results
 
     def _finish(self) -> None:
-        """Fills in every value it can, then raises the first error."""
+        """Fill in every value it can, then raise the first error."""
         errors = [rec.failure for rec in self._recordings if rec.failure is not None and rec.state != "left"]
         saved = [*(each for rec in self._recordings for each in rec.saved),
                  *(cache for rec in self._recordings for cache in rec.caches)]  # fmt: skip
@@ -526,7 +528,7 @@ class Execution:
             raise errors[0]
 
     def _fill(self, saved: Saved | Cache) -> PatchclampError | None:
-        """Fills in a saved value. Returns its error, if any, unless its recording has already failed."""
+        """Fill in a saved value. Returns its error, if any, unless its recording has already failed."""
         saved.failure = next((rec.failure for rec in saved.recordings if rec.failure is not None), None)
         if saved.failure is not None:
             return None

@@ -359,23 +359,23 @@ class Admission:
         bound, points = program.bound, self._sites.points
         for op in bound.ops:
             if op.points and not 0 <= min(op.points) <= max(op.points) < len(points):
-                raise ProgramError(f"it acts at points that this model does not have: {list(op.points)}", op.path)
+                raise ProgramError(f"points are out of range for this model: {list(op.points)}", op.path)
             if op.ranges and (op.ranges[0].start < 0 or any(each.stop < each.start for each in op.ranges)):
-                raise ProgramError("its positions are out of range", op.path)
+                raise ProgramError("positions are out of range", op.path)
         for key, (rows, width) in program.sizes.items():
             source = source_of(key)
             if source is not None and not 0 <= source[1] < len(points):
-                raise ProgramError(f"it reads a point that this model does not have: {source[1]}")
+                raise ProgramError(f"source point {source[1]} is out of range for this model")
             whole = source is None or width == points[source[1]].width
             if rows < 0 or width < 1 or not whole:
-                raise ProgramError(f"it reads rows of an impossible size: {rows} of {width} numbers")
+                raise ProgramError(f"invalid source size: {rows} rows of {width} numbers")
             if key in self._vectors and self._vectors[key].rows.shape != (rows, width):
-                raise ProgramError(f"vector {key[2:14]} has another size than the program says")
+                raise ProgramError(f"vector {key[2:14]}: size does not match the one the program declares")
         if any(op.kind == CAPTURE for op in bound.ops):
             if bound.run in self._capturing:
                 raise ProgramError(
-                    f"run {bound.run} is already captured by another request: each of several runs of a prompt needs a "
-                    "program of its own"
+                    f"run {bound.run} is already captured by another request: use a separate program for each run of a "
+                    "prompt"
                 )
             self._capturing.add(bound.run)
             self._under_way[bound.run] = program
@@ -433,7 +433,7 @@ class Admission:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
             missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
             if missing is not None:
-                raise MissingSource(f"vector {missing[2:14]} is not here")
+                raise MissingSource(f"vector {missing[2:14]} is not available")
             placement = self._room.place(record_count(program.bound.ops) + len(program.checked), sizes)
         except (CapacityError, MissingSource) as error:
             self.errors[request_id] = pack(error)

@@ -199,7 +199,7 @@ class AsyncEngine(VllmFrontEnd):
     def _wait(self, job: Coroutine[Any, Any, Any]) -> Any:
         if threading.get_ident() == self._loop_thread:
             job.close()
-            raise EngineError("the server's event loop cannot wait for itself: call this from another thread")
+            raise EngineError("cannot wait on the server's event loop: call this from another thread")
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
     # -- on the loop's thread: requests

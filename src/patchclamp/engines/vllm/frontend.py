@@ -170,7 +170,7 @@ class VllmFrontEnd(Engine):
         facts, lengths = self._batch_facts, [len(job.prompt) + len(suffix) for suffix in job.suffixes]
         samples = sum(len(suffix) + 1 for suffix in job.suffixes)
         if sum(lengths) > facts.rows or max(len(lengths), samples) > facts.sequences:
-            return f"one program computes more than a batch of {facts.rows} tokens"
+            return f"one program exceeds a batch of {facts.rows} tokens"
         fits = 2 * sum(map(facts.blocks_of, [len(job.prompt), *lengths])) <= facts.blocks
         return "" if fits else "the cache has too few blocks"
 
@@ -294,7 +294,7 @@ class VllmFrontEnd(Engine):
         vLLM confuses the rows of scored and draft tokens, and the engine would stop."""
         if request.score and self.config.speculative_config is not None:
             raise ProgramError(
-                "score does not run with speculative decoding: use logprobs, or an engine without speculative_config",
+                "score is not supported with speculative decoding: use logprobs, or omit speculative_config",
                 "score",
             )
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
@@ -343,9 +343,9 @@ def no_room(lease: tuple[Any, ...]) -> CapacityError:
     blocks, slots, records, sizes = lease
     size = 4 * sum(map(math.prod, sizes.values()))
     return CapacityError(
-        f"there is no room for a batch of cells, which needs {blocks[0]} free blocks of the cache, {slots[0]} of the "
-        f"programs, {records[0]} of the records and {size} bytes of the bank: give the cache more memory, or raise "
-        "max_records or bank_bytes"
+        f"a batch of cells does not fit: it needs {blocks[0]} free cache blocks, {slots[0]} program slots, "
+        f"{records[0]} records and {size} bytes of the bank; give the cache more memory, or raise max_records or "
+        "bank_bytes"
     )
 
 
@@ -508,7 +508,7 @@ def check_sampling(sampling: dict[str, Any]) -> None:
     types = _types()
     for name, value in sampling.items():
         if name in SET_BY_US:
-            raise ProgramError(f"{name} is set by patchclamp and cannot be given here", f"sampling.{name}")
+            raise ProgramError(f"{name} is set by patchclamp: omit it", f"sampling.{name}")
         if name in NOT_RETURNED:
             raise ProgramError(f"{name} is not supported: a Run does not return it yet", f"sampling.{name}")
         if name not in types:
@@ -532,7 +532,7 @@ def _check_type(name: str, value: Any, kind: Any) -> None:
     classes = tuple(part for part in typing.get_args(kind) if getattr(part, "__module__", "").startswith("vllm"))
     if classes:
         if value is not None and not isinstance(value, classes):
-            raise ProgramError(f"expected {classes[0].__name__} of vLLM, got {value!r}", f"sampling.{name}")
+            raise ProgramError(f"expected vLLM's {classes[0].__name__}, got {value!r}", f"sampling.{name}")
         return
     try:
         converted = msgspec.convert(value, kind)

@@ -62,7 +62,7 @@ def monitors_of(given: Sequence[Any], sites: SiteMap) -> tuple[Monitor, ...]:
         try:
             monitor = _monitor_of(each, sites)
             if monitor.probe.name in [other.probe.name for other in monitors]:
-                raise ProgramError(f"two probes have the name {monitor.probe.name!r}")
+                raise ProgramError(f"duplicate probe name {monitor.probe.name!r}")
         except PatchclampError as error:
             raise error.under(f"probes[{i}]") from None
         monitors.append(monitor)
@@ -70,7 +70,9 @@ def monitors_of(given: Sequence[Any], sites: SiteMap) -> tuple[Monitor, ...]:
     places = sorted((point, i, number) for i, monitor in enumerate(monitors) for point in monitor.points
                     for number in range(monitor.outputs))  # fmt: skip
     if len(places) > MAX_COLUMNS:
-        raise ShapeError(f"expected at most {MAX_COLUMNS} scores per token of all probes, got {len(places)}", "probes")
+        raise ShapeError(
+            f"expected at most {MAX_COLUMNS} scores per token over all probes, got {len(places)}", "probes"
+        )
     column = {place: number for number, place in enumerate(places)}
     return tuple(
         msgspec.structs.replace(monitor, columns=tuple(
@@ -84,7 +86,7 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
     if not isinstance(probe, Probe):
         raise ProgramError(f"expected a Probe, got {type(probe).__name__}")
     if probe.pool is not None or probe.tokens != every:
-        raise ProgramError(f"the probe {probe.name!r} scores every token of every request: leave tokens and pool out")
+        raise ProgramError(f"probe {probe.name!r} scores every token of every request: omit tokens and pool")
     refs = sites.resolve(probe.at)
     width = sites.points[refs[0].point].width
     if not isinstance(probe.weight, Vector) or probe.weight.shape[-1] != width:
@@ -94,7 +96,7 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
     for point in points:
         if sites.points[point].rows == "sampled" or sites.shard_count(point) > 1:
             raise UnsupportedSite(
-                f"an always-on probe reads a site that each worker has whole, for each token, and not {probe.at}",
+                f"an always-on probe requires a per-token site that is not split between workers, got {probe.at}",
                 "at",
             )
     return Monitor(probe, threshold, points, ())
@@ -130,7 +132,7 @@ class MonitorTap:
             if views.get(point) is not None:
                 at = next(monitor.probe.at for monitor in monitors if point in monitor.points)
                 raise UnsupportedSite(
-                    f"an always-on probe cannot read {at}, which is a part of a tensor: use the stream "
+                    f"an always-on probe cannot read {at}, part of a tensor: use the stream "
                     "(resid_pre, resid_mid or resid_post)"
                 )
             places = sorted((monitor.columns[monitor.points.index(point) * monitor.outputs + number], row)

@@ -50,7 +50,7 @@ class OfflineEngine(VllmEngine):
         config = engine.vllm_config
         if configuration.enabled(config) is None:
             raise EngineError(
-                'this LLM runs without patchclamp: make it with additional_config={"patchclamp": {}}', "model"
+                'this LLM runs without patchclamp: create it with additional_config={"patchclamp": {}}', "model"
             )
         require_all("")
         self._begin()
@@ -77,14 +77,14 @@ class OfflineEngine(VllmEngine):
 
     @property
     def batch_refusal(self) -> str:
-        return "a vllm.LLM of the caller's runs programs as requests"
+        return "a caller's vllm.LLM runs programs as requests"
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
         with self._lock:
             futures = super().submit(requests)
             while not all(future.done() for future in futures):
                 if not self._serve() or not (is_busy(self._engine) or self._held_back):
-                    raise EngineError("vLLM has lost a request")
+                    raise EngineError("vLLM lost a request")
                 self._step()
         return futures
 
@@ -92,10 +92,10 @@ class OfflineEngine(VllmEngine):
         """Do nothing: the engine belongs to the caller, who may continue to use it."""
 
     def sleep(self, level: int = 1) -> None:
-        raise EngineError("call the LLM's own sleep")
+        raise EngineError("call sleep on the vllm.LLM")
 
     def wake(self) -> None:
-        raise EngineError("call the LLM's own wake_up")
+        raise EngineError("call wake_up on the vllm.LLM")
 
     def add(
         self, ours: CallersRequest, stock: Callable[..., str], name: str, prompt: Any, params: SamplingParams,

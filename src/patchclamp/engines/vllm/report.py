@@ -26,7 +26,7 @@ def machine() -> list[Finding]:
     """Check vLLM's version, the plugin's registration, and the GPU."""
     findings = [_version(), _plugin()]
     if not torch.cuda.is_available():
-        return [*findings, Finding("versions", "GPU", "note", "none that PyTorch sees: vLLM's CPU build runs, slowly")]
+        return [*findings, Finding("versions", "GPU", "note", "not visible to PyTorch: vLLM's CPU build runs, slowly")]
     name, capability = torch.cuda.get_device_name(), ".".join(map(str, torch.cuda.get_device_capability()))
     findings.append(Finding("versions", "GPU", "ok", f"{name}, capability {capability}, CUDA {torch.version.cuda}"))
     if importlib.util.find_spec("triton") is None:
@@ -37,7 +37,7 @@ def machine() -> list[Finding]:
 def _version() -> Finding:
     if (installed := version()).split("+")[0] in CHECKED:
         return Finding("versions", "vllm", "ok", installed)
-    return Finding("versions", "vllm", "note", f"{installed}, checked are {', '.join(CHECKED)}",
+    return Finding("versions", "vllm", "note", f"{installed}; checked versions: {', '.join(CHECKED)}",
                    "it may work if every seam below is ok; otherwise install a checked version")  # fmt: skip
 
 
@@ -48,8 +48,8 @@ def _plugin() -> Finding:
         return Finding("versions", "plugin", "problem", "vLLM cannot find it among installed packages",
                        "install patchclamp with pip, in the environment that vLLM runs in")  # fmt: skip
     if only is not None and "patchclamp" not in only.split(","):
-        return Finding("versions", "plugin", "problem", f"VLLM_PLUGINS={only!r} leaves it out",
-                       "unset VLLM_PLUGINS, or name patchclamp in it")  # fmt: skip
+        return Finding("versions", "plugin", "problem", f"VLLM_PLUGINS={only!r} excludes it",
+                       "unset VLLM_PLUGINS, or add patchclamp to it")  # fmt: skip
     return Finding("versions", "plugin", "ok", "registered with vLLM")
 
 
@@ -94,9 +94,9 @@ def _fusions(status: dict[str, Any], numerics: str) -> list[Finding]:
         counts = sorted(status["fusions"].items())
         return [Finding("fusions", name, "ok", f"{tapped} matches, with taps") for name, (_, tapped) in counts]
     for name, (idle, tapped) in sorted(status["fusions"].items()):
-        detail = f"{tapped} matches with taps, {idle} in stock's code"
+        detail = f"{tapped} matches with taps, {idle} in stock code"
         less = tapped < idle
-        advice = "active steps do without the rest; idle steps run stock's code" if less else ""
+        advice = "active steps run without the others; idle steps run stock code" if less else ""
         findings.append(Finding("fusions", name, "note" if less else "ok", detail, advice))
     return findings
 
@@ -106,11 +106,11 @@ def _graphs(status: dict[str, Any]) -> list[Finding]:
         return [Finding("graphs", "variants", "note", "no CUDA graphs on this device")]
     if status["active_graphs_problem"]:
         return [Finding("graphs", "variants", "note", status["active_graphs_problem"],
-                        "lower gpu_memory_utilization, or name fewer sizes in active_sizes")]  # fmt: skip
-    detail = f"{status['active_graphs']} sizes of step recorded with taps, {status['idle_graphs']} without"
+                        "lower gpu_memory_utilization, or list fewer sizes in active_sizes")]  # fmt: skip
+    detail = f"{status['active_graphs']} step sizes recorded with taps, {status['idle_graphs']} without"
     if not status["active_graphs"]:
-        return [Finding("graphs", "variants", "note", detail, "they run without CUDA graphs; for speed set "
-                        "neither enforce_eager nor cudagraph_mode=NONE, and name sizes in active_sizes")]  # fmt: skip
+        return [Finding("graphs", "variants", "note", detail, "they run without CUDA graphs; for speed, unset "
+                        "enforce_eager and cudagraph_mode=NONE, and list sizes in active_sizes")]  # fmt: skip
     return [Finding("graphs", "variants", "ok", detail)]
 
 

@@ -149,20 +149,22 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `TooLarge` if a request exceeds a limit. `what`: the start of the message, before the number."""
         most = getattr(self, limit)
         if most is not None and asked > most:
-            raise TooLarge(f"{what}: {asked}, and this server takes at most {most} ({_larger(limit)})", path)
+            raise TooLarge(f"{what}: expected at most {most}, got {asked} ({_larger(limit)})", path)
 
     def check_room(
         self, limit: str, used: int, more: int, what: str, path: str | None = None,
-        fix: str = "delete what is no longer needed",
+        fix: str = "delete what you no longer need",
     ) -> None:  # fmt: skip
         """Raise `CapacityError` if an owner's usage leaves no room for `more`."""
         most = getattr(self, limit)
         if used + more > most:
-            raise CapacityError(f"{what}: {more} more, {most - used} of {most} left: {fix} ({_larger(limit)})", path)
+            raise CapacityError(
+                f"{what}: {more} more requested, {most - used} of {most} left: {fix} ({_larger(limit)})", path
+            )
 
 
 def _larger(limit: str) -> str:
-    return f'limit {limit}; --additional-config \'{{"patchclamp": {{"serve": {{"{limit}": N}}}}}}\' sets it'
+    return f'limit {limit}; set it with --additional-config \'{{"patchclamp": {{"serve": {{"{limit}": N}}}}}}\''
 
 
 class _Additional(dict[str, Any]):
@@ -200,7 +202,7 @@ def checked_rate(given: Any, unchecked: str) -> int:
     if given is None:
         return 0 if unchecked else CHECK_RATE
     if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ProgramError(f"expected a whole number from 0 on, got {given!r:.200}", "check_rate")
+        raise ProgramError(f"expected a non-negative integer, got {given!r:.200}", "check_rate")
     if given and unchecked:
         raise EngineError(f"captures of this model cannot be checked: {unchecked}; use check_rate=0", "check_rate")
     return given
@@ -225,7 +227,7 @@ def saes_of(given: Any, precision: Any) -> tuple[tuple[SAEOption, ...], str]:
         except PatchclampError as error:
             raise error.under(f"saes[{i}]") from None
         if saes[-1].name in [other.name for other in saes[:-1]]:
-            raise ProgramError(f"two SAEs have the name {saes[-1].name!r}", f"saes[{i}]")
+            raise ProgramError(f"duplicate SAE name {saes[-1].name!r}", f"saes[{i}]")
     return tuple(saes), precision
 
 
@@ -259,23 +261,19 @@ class Metrics:
 
         own, latest = ("model_name",), "mostrecent"  # every API process polls all cores, so do not sum
         counter, gauge = functools.partial(Counter, labelnames=own), functools.partial(Gauge, labelnames=own)
-        self._programs = counter(
-            "patchclamp:programs", "Programs that were given to the engine, in requests or in batches."
-        )
-        self._ops = Counter("patchclamp:ops", "Ops of these programs, by what they compute.", (*own, "kind"))
-        self._rows = counter("patchclamp:rows_edited", "Rows (a token at a point) that edits of ended runs acted on.")
-        self._bytes = counter("patchclamp:captured_bytes", "Bytes that ended runs captured, in fp32.")
-        self._refusals = Counter("patchclamp:refusals", "Requests of ours answered with a 4xx.", (*own, "error"))
-        self._failures = Counter("patchclamp:failures", "Requests of ours answered with a 5xx.", (*own, "error"))
-        self._checks = Counter(
-            "patchclamp:self_checks", "Runs whose labels were checked, by the result.", (*own, "result")
-        )
+        self._programs = counter("patchclamp:programs", "Programs submitted to the engine, in requests or in batches.")
+        self._ops = Counter("patchclamp:ops", "Ops of these programs, by kind.", (*own, "kind"))
+        self._rows = counter("patchclamp:rows_edited", "Rows (a token at a point) edited by finished runs.")
+        self._bytes = counter("patchclamp:captured_bytes", "Bytes captured by finished runs, in fp32.")
+        self._refusals = Counter("patchclamp:refusals", "patchclamp requests answered with a 4xx.", (*own, "error"))
+        self._failures = Counter("patchclamp:failures", "patchclamp requests answered with a 5xx.", (*own, "error"))
+        self._checks = Counter("patchclamp:self_checks", "Runs with checked labels, by result.", (*own, "result"))
         self._admission = Histogram(
-            "patchclamp:admission_seconds", "From a program's arrival in the engine core to its admission.", own,
+            "patchclamp:admission_seconds", "From arrival in the engine core to admission, in seconds.", own,
             buckets=SECONDS,
         )  # fmt: skip
-        self._waiting = gauge("patchclamp:programs_waiting", "Programs that wait for room.", multiprocess_mode=latest)
-        self._admitted = gauge("patchclamp:programs_admitted", "Programs that have room.", multiprocess_mode=latest)
+        self._waiting = gauge("patchclamp:programs_waiting", "Programs waiting for room.", multiprocess_mode=latest)
+        self._admitted = gauge("patchclamp:programs_admitted", "Programs admitted.", multiprocess_mode=latest)
         self._model = model
         for each in (self._programs, self._rows, self._bytes, self._admission, self._waiting, self._admitted):
             each.labels(model)  # export 0 from the start
@@ -338,8 +336,8 @@ def run_server(model: str, options: Sequence[str]) -> None:
     """
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise EngineError(
-            "vLLM's Rust front end has fixed routes: unset VLLM_USE_RUST_FRONTEND; with it, only vllm_xargs carry "
-            "programs, in a server started by `vllm serve --additional-config '{\"patchclamp\": {}}'`"
+            "vLLM's Rust front end does not support our routes: unset VLLM_USE_RUST_FRONTEND; with it, programs go "
+            "only through vllm_xargs, in a server started by `vllm serve --additional-config '{\"patchclamp\": {}}'`"
         )
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
     os.environ.update(environment())
@@ -370,7 +368,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
             raise
         except Exception as error:
             cause = causes.readline().strip() or describe_error(error)
-            fix = FIX if "memory" in cause.lower() or "cache" in cause.lower() else "the log above has the traceback"
+            fix = FIX if "memory" in cause.lower() or "cache" in cause.lower() else "see the traceback in the log above"
             raise EngineError(f"the server stopped: {cause} ({fix})") from error
 
 
@@ -421,7 +419,7 @@ def with_config(options: Sequence[str]) -> list[str]:
         try:
             config = json.loads(text)
         except ValueError as error:
-            raise ProgramError(f"not JSON: {error}", CONFIG) from None
+            raise ProgramError(f"expected JSON: {error}", CONFIG) from None
         if not isinstance(config, dict):
             raise ProgramError(f"expected an object, got {text}", CONFIG)
     return [*rest, CONFIG, json.dumps({**config, KEY: _with_own(config.get(KEY) or {}, own)})]
@@ -442,14 +440,14 @@ def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
     if own["--patchclamp-check-rate"]:
         text = own["--patchclamp-check-rate"][-1]
         if not text.isdecimal():
-            raise ProgramError(f"expected a whole number from 0 on, got {text!r}", "--patchclamp-check-rate")
+            raise ProgramError(f"expected a non-negative integer, got {text!r}", "--patchclamp-check-rate")
         ours = {**ours, "check_rate": int(text)}
     probes, serve = [*ours.get("probes", ()), *own["--probe"]], dict(ours.get("serve") or {})
     of_probes = [name for name in OF_PROBES if own[name]]
     if not of_probes:
         return ours
     if not probes:
-        raise ProgramError("expected --probe NAME=FILE@SITE beside it", of_probes[0])
+        raise ProgramError("requires --probe NAME=FILE@SITE", of_probes[0])
     log = dict(serve.get("probe_log") or {})
     if own["--probe-log"]:
         log["path"] = os.path.abspath(own["--probe-log"][-1])

@@ -84,7 +84,7 @@ class Exchange:
             reads = [read for op in bound.ops for read in op.reads()]
             self._moved[request] = self._move(reads)
         except Exception as error:
-            self._moved[request] = MissingSource(f"the rows that it reads could not be moved to it: {error!r}")
+            self._moved[request] = MissingSource(f"the rows it reads could not be transferred: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
         """Return the rows [n, W] of other workers that a request's program reads here, by bank key. Raises
@@ -142,7 +142,7 @@ class Exchange:
                 else:
                     received[key] = rows
         if lacking:
-            return MissingSource(f"run {lacking[0]} is not here: it was released, or captured nothing")
+            return MissingSource(f"run {lacking[0]} is not available: it was released, or captured nothing")
         return received
 
     def _rows_here(self, run: str, point: int) -> torch.Tensor | None:
@@ -199,7 +199,7 @@ def too_deep(level: int) -> EngineError | None:
     """Return an error for sleep levels above 1, which discard the weights; else None."""
     if level <= 1:
         return None
-    return EngineError(f"patchclamp does not run with sleep level {level}, which discards the weights; use level 1")
+    return EngineError(f"sleep level {level} is not supported, because it discards the weights; use level 1")
 
 
 def answer(worker: Worker, verb: str, *args: Any) -> tuple[Any, Packed | None]:
@@ -487,8 +487,8 @@ class Attached:
             self.runtime.step.open_captures()
         if lacks_idle_variant(self._config):
             raise EngineError(
-                "vLLM compiled the model where patchclamp does not see it, so steps without programs would run code "
-                'with taps in it; set VLLM_USE_AOT_COMPILE=0, enforce_eager=True, or numerics="uniform"'
+                "vLLM compiled the model without patchclamp's hook, so steps without programs would run code with "
+                'taps; set VLLM_USE_AOT_COMPILE=0, enforce_eager=True, or numerics="uniform"'
             )
 
     def do_status(self) -> dict[str, Any]:
@@ -573,7 +573,7 @@ class Attached:
         """Return the positions of captures, and the likeliest tokens and log-probabilities of all their rows
         (`top_tokens`); None if another worker returns them. `translator`: as msgpack."""
         if self._config.lora_config is not None:
-            raise UnsupportedSite("there are no lenses beside adapters: start the engine without enable_lora")
+            raise UnsupportedSite("lenses are not supported with adapters: start the engine without enable_lora")
         translate = msgspec.msgpack.decode(translator, type=Translator | None)
 
         def fetch(some: list[Wanted]) -> list[Captured]:

@@ -59,9 +59,7 @@ if TYPE_CHECKING:
 LIMIT_S = 600
 LARGE = 1 << 12  # numbers in a tensor; larger ones are created without data
 FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
-USE_TRANSFORMERS = (
-    'model_impl="transformers" has vLLM run Transformers\' own class, for which a table can be made of its modules'
-)
+USE_TRANSFORMERS = 'With model_impl="transformers" vLLM runs Transformers\' own class, whose modules give a site table'
 
 
 def site_map(vllm_config: VllmConfig) -> SiteMap:
@@ -110,13 +108,13 @@ def _family(vllm_config: VllmConfig, facts: dict[str, Any]) -> Family:
             raise ModelError(f"{error}. {_advice(vllm_config, facts)}") from None
         if family.backend:
             raise ModelError(
-                f"the table of {family.name} models is for vLLM's Transformers backend. {USE_TRANSFORMERS}"
+                f"the site table of {family.name} models requires vLLM's Transformers backend. {USE_TRANSFORMERS}"
             )
         factor = getattr(config, family.divided_by, None) if family.divided_by else None
         if facts["dtype"] == "float16" and factor not in (None, 1):
             raise ModelError(
-                f"in float16 vLLM divides the stream of {family.name} models by {family.divided_by} ({factor}), and "
-                'no site has these values; use dtype="bfloat16"'
+                f"float16 is not supported for {family.name} models, as vLLM divides their stream by "
+                f'{family.divided_by} ({factor}); use dtype="bfloat16"'
             )
         return family
     if has_table(architectures, config):
@@ -135,7 +133,7 @@ def _advice(vllm_config: VllmConfig, facts: dict[str, Any]) -> str:
 
     kind: Any = classes.get(type(facts["config"]), None)
     if kind is not None and not getattr(kind, "_supports_attention_backend", False):
-        return f'vLLM does not run Transformers\' own {kind.__name__} either; engine="transformers" may'
+        return f'vLLM does not support Transformers\' own {kind.__name__} either; engine="transformers" may'
     try:
         with outside(vllm_config):
             transformers_places(facts["config"], facts["trust_remote_code"])
@@ -143,7 +141,7 @@ def _advice(vllm_config: VllmConfig, facts: dict[str, Any]) -> str:
         return f"With Transformers' own class: {error}"
     except Exception as error:
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-        return f"Transformers makes no model of this config, from which one could be had ({why})"
+        return f"Transformers cannot create a model from this config to derive a site table ({why})"
     return USE_TRANSFORMERS
 
 
@@ -261,7 +259,7 @@ def _traced_places(vllm_config: VllmConfig) -> Places:
         result = msgspec.json.decode(ran.stdout, type=TraceResult)
     except msgspec.DecodeError:
         last = ran.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ModelError(f"the process that runs vLLM's class ended with {ran.returncode}: {last}") from None
+        raise ModelError(f"the process that traces vLLM's class exited with code {ran.returncode}: {last}") from None
     if result.places is None:
         assert result.error is not None
         raise unpack(result.error)
@@ -298,7 +296,7 @@ def _traced(vllm_config: VllmConfig) -> Places:
         raise refuse(f"vLLM's {type(model).__name__}", str(why)) from None
     except Exception as error:
         name = type(model).__name__ if model is not None else ", ".join(model_config.architectures)
-        raise refuse(f"vLLM's {name}", f"a run of it without data fails, {type(error).__name__}: {error}") from error
+        raise refuse(f"vLLM's {name}", f"a dry run without weights failed: {type(error).__name__}: {error}") from error
 
 
 def _plain(vllm_config: VllmConfig) -> VllmConfig:

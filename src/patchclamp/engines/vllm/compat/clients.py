@@ -56,9 +56,9 @@ ADD = seam(
 )  # fmt: skip
 seam("vllm.v1.engine.llm_engine:LLMEngine.step", "read the outputs of a vllm.LLM", "self")
 seam("vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests", "read the outputs of a vllm.LLM", "self")
-seam("vllm.v1.engine.llm_engine:LLMEngine.collective_rpc", "notice new weights",
+seam("vllm.v1.engine.llm_engine:LLMEngine.collective_rpc", "detect new weights",
      "self, method, timeout=None, args=(), kwargs=None")  # fmt: skip
-seam("vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", "notice new weights",
+seam("vllm.v1.engine.async_llm:AsyncLLM.collective_rpc", "detect new weights",
      "self, method, timeout=None, args=(), kwargs=None")  # fmt: skip
 OUTPUTS = seam(
     "vllm.v1.engine.output_processor:OutputProcessor.process_outputs", "read log-probabilities",
@@ -403,7 +403,7 @@ def tell_core(engine: LLMEngine, method: str, *args: Any) -> None:
     while answers and answers[0].done():
         failure = answers.popleft().exception()
         if failure is not None:
-            raise EngineError(f"the engine core refused a call: {failure}")
+            raise EngineError(f"the engine core rejected a call: {failure}")
     number, future = uuid.uuid1().int >> 64, Future()
     client.utility_results[number] = future
     client._send_input(EngineCoreRequestType.UTILITY, (0, number, "patchclamp_call", (method, args)))
@@ -441,7 +441,7 @@ def notice_death(engine: LLMEngine) -> None:
 
     def wait() -> None:
         thread.join()
-        error = EngineError("the engine core's process has ended")
+        error = EngineError("the engine core process has exited")
         arrived.put(error)
         for future in list(results.values()):
             if not future.done():

@@ -75,7 +75,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 MEGA = "VLLM_USE_MEGA_AOT_ARTIFACT"
-ONE_VARIANT = f"patchclamp does not run with {MEGA}=1: it saves one variant of the compiled code, and there are two"
+ONE_VARIANT = f"{MEGA}=1 is not supported: it saves only one of the two variants of the compiled code"
 
 
 def save_graphs(vllm_config: VllmConfig) -> None:
@@ -175,7 +175,7 @@ def unrecorded(vllm_config: VllmConfig, sizes: Sequence[int]) -> str | None:
     missing = [size for size in sizes if size not in recorded]
     if not missing or not recorded:
         return None
-    return f"active_sizes {missing}: vLLM records graphs for steps of {recorded} tokens here"
+    return f"active_sizes {missing}: vLLM records graphs only for steps of {recorded} tokens"
 
 
 def chosen(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def check(vllm_config: VllmConfig) -> None:
     reasons = refused(vllm_config)
     if reasons:
         raise EngineError(
-            f"patchclamp does not run with {'; '.join(f'{name}: {why}' for name, why in reasons.items())}"
+            f"not supported by patchclamp: {'; '.join(f'{name}: {why}' for name, why in reasons.items())}"
         )
 
 
@@ -220,47 +220,47 @@ def refused(vllm_config: VllmConfig) -> dict[str, str]:
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     parallel_config, compilation_config = vllm_config.parallel_config, vllm_config.compilation_config
     pass_config, mode = compilation_config.pass_config, compilation_config.cudagraph_mode
-    split = "a worker sees a part of a request's positions, and programs name all of them"
+    split = "each worker has only part of a request's positions"
     conditions = [
         *_refused_speculation(vllm_config),
         ("micro-batching (enable_dbo, ubatch_size)",
          _above(parallel_config, "enable_dbo", 0) or _above(parallel_config, "ubatch_size"),
-         "a step is cut in two, and rows are planned for a whole one"),
+         "a step is split in two, but its rows are planned as one"),
         ("LoRA (enable_lora) over pipeline stages",
          vllm_config.lora_config and parallel_config.pipeline_parallel_size > 1,
-         "not supported yet: on the CPU build stock vLLM ends with an error there"),
+         "not supported yet: stock vLLM fails with it on the CPU build"),
         ("LoRA with sharded first matrices (fully_sharded_loras) over several workers",
          parallel_config.world_size > 1 and _above(vllm_config.lora_config, "fully_sharded_loras", 0),
-         "not supported yet: it was not tried"),
-        ("LoRA (enable_lora) with a model that also reads images", vllm_config.lora_config
-         and model_config.hf_config is not model_config.hf_text_config, "not supported yet: it is not tested"),
+         "not supported yet: untested"),
+        ("LoRA (enable_lora) with a multimodal model", vllm_config.lora_config
+         and model_config.hf_config is not model_config.hf_text_config, "not supported yet: untested"),
         ("prefill_context_parallel_size above 1", _above(parallel_config, "prefill_context_parallel_size"), split),
         ("decode_context_parallel_size above 1", _above(parallel_config, "decode_context_parallel_size"), split),
         ("elastic expert parallel (enable_elastic_ep)", _above(parallel_config, "enable_elastic_ep", 0),
-         "workers that come and go would lose programs and captures"),
+         "changing the number of workers would lose programs and captures"),
         *_refused_connectors(vllm_config),
         ("encoder caches of other instances (ec_transfer_config)", getattr(vllm_config, "ec_transfer_config", None),
-         "what comes from elsewhere does not say which edits are in it"),
+         "transferred entries do not record their edits"),
         ("KV-sharing fast prefill (kv_sharing_fast_prefill)", _above(cache_config, "kv_sharing_fast_prefill", 0),
-         "layers leave out prompt positions that programs name"),
+         "layers skip prompt positions that programs select"),
         ("sharded sampling (enable_batch_sharded_sampling)",
          _above(parallel_config, "enable_batch_sharded_sampling", 0),
-         "a worker computes the logits of some requests alone, past the tap"),
-        ("quantized results of attention (pass_config.fuse_attn_quant)", _above(pass_config, "fuse_attn_quant", 0),
-         "z would be read and written in units of a scale"),
+         "each worker computes logits for some requests only, bypassing the tap"),
+        ("quantized attention outputs (pass_config.fuse_attn_quant)", _above(pass_config, "fuse_attn_quant", 0),
+         "z would be read and written in quantized units"),
         (f"pooling models (runner type {model_config.runner_type!r})", model_config.runner_type != "generate",
          "they generate no tokens"),
-        ("encoder-decoder models", model_config.is_encoder_decoder, "positions would name two texts"),
-        ("a folder of compiled code (compilation_config.cache_dir)", compilation_config.cache_dir,
-         "vLLM takes what lies there for its own, whoever compiled it: set VLLM_CACHE_ROOT instead"),
-        ("CUDA graphs that sleep offloads (sleep_mode_offload_cudagraph)",
-         _above(model_config, "sleep_mode_offload_cudagraph", 0), "it would leave graphs with taps in place"),
+        ("encoder-decoder models", model_config.is_encoder_decoder, "positions would be ambiguous"),
+        ("a compile cache folder (compilation_config.cache_dir)", compilation_config.cache_dir,
+         "vLLM would reuse any code in it, with or without taps: set VLLM_CACHE_ROOT instead"),
+        ("offloading CUDA graphs on sleep (sleep_mode_offload_cudagraph)",
+         _above(model_config, "sleep_mode_offload_cudagraph", 0), "graphs with taps would not be offloaded"),
         (f"compilation mode {getattr(compilation_config.mode, 'name', None)} on a GPU",
          getattr(compilation_config.mode, "name", "") in ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
          and vllm_config.device_config.device_type != "cpu",
-         "only VLLM_COMPILE (3, the default) has code without taps for steps without programs; or enforce_eager=True"),
+         "steps without programs would run taps; use VLLM_COMPILE (3, the default) or enforce_eager=True"),
         ("breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)",
-         mode is not None and mode.name != "NONE" and _breakable(), "not supported yet: they are recorded in parts"),
+         mode is not None and mode.name != "NONE" and _breakable(), "not supported yet: graphs are recorded in parts"),
     ]  # fmt: skip
     return {name: why for name, on, why in conditions if on}
 
@@ -270,8 +270,8 @@ def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
     scheduler_config, parallel_config = vllm_config.scheduler_config, vllm_config.parallel_config
     reasons = {
         'numerics="stock"': ("steps without programs have no taps", numerics != "uniform"),
-        "a KV connector": ("positions that it loads are not computed", vllm_config.kv_transfer_config is not None),
-        "pipeline stages": ("a step's scores come from its last stage", parallel_config.pipeline_parallel_size > 1),
+        "a KV connector": ("positions it loads are not computed", vllm_config.kv_transfer_config is not None),
+        "pipeline stages": ("only the last stage returns a step's scores", parallel_config.pipeline_parallel_size > 1),
         "speculative decoding and async_scheduling": (
             "a step's positions are known too late",
             vllm_config.speculative_config is not None and bool(scheduler_config.async_scheduling),
@@ -279,7 +279,7 @@ def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
     }
     for name, (why, holds) in reasons.items():
         if holds:
-            raise EngineError(f"always-on probes do not run with {name}: {why}", "probes")
+            raise EngineError(f"always-on probes are not supported with {name}: {why}", "probes")
 
 
 CONNECTORS = ("ExampleConnector",)  # that were tried; requests with programs bypass them
@@ -290,19 +290,19 @@ def _refused_connectors(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     transfer, parallel_config = vllm_config.kv_transfer_config, vllm_config.parallel_config
     name = getattr(transfer, "kv_connector", None)
     module = getattr(transfer, "kv_connector_module_path", None)
-    tried = f"of KV connectors only {', '.join(CONNECTORS)} was tried"
+    tried = f"the only tested KV connector is {', '.join(CONNECTORS)}"
     return [
         ("KV offloading (kv_offloading_size)", _above(vllm_config.cache_config, "kv_offloading_size", 0),
-         f"not supported yet: it needs a GPU, and {tried}"),
+         f"not supported yet: requires a GPU, and {tried}"),
         (f"the KV connector {name!r} (kv_transfer_config)", transfer is not None and name not in CONNECTORS,
          f"not supported yet: {tried}"),
-        (f"a KV connector's module of its own (kv_connector_module_path={module!r})", module,
-         "what it stores is not known here"),
+        (f"a custom KV connector module (kv_connector_module_path={module!r})", module,
+         "patchclamp does not know what it stores"),
         ("a KV connector (kv_transfer_config) over several workers",
-         transfer is not None and parallel_config.world_size > 1, "not supported yet: it was not tried"),
+         transfer is not None and parallel_config.world_size > 1, "not supported yet: untested"),
         ("a KV connector (kv_transfer_config) with speculative decoding, or with LoRA",
          transfer is not None and (vllm_config.speculative_config or vllm_config.lora_config),
-         "not supported yet: it was not tried"),
+         "not supported yet: untested"),
     ]  # fmt: skip
 
 
@@ -349,35 +349,35 @@ def _refused_speculation(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     on_gpu = vllm_config.device_config.device_type != "cpu"
     return [
         (f"speculative decoding by {method!r} (speculative_config)", method not in DRAFTERS,
-         f"{no}it was not tried; methods that work are {', '.join(DRAFTERS)}"),
+         f"{no}untested; available: {', '.join(DRAFTERS)}"),
         (f"speculative decoding by {method!r} (speculative_config) on a GPU with the V1 runner",
          on_gpu and method in DRAFTERS and method not in GPU_V1_DRAFTERS and not _on_v2(vllm_config),
-         f"{no}there {', '.join(GPU_V1_DRAFTERS)} were tried, and more with VLLM_USE_V2_MODEL_RUNNER=1"),
-        ("MTP by several modules, or Gemma 4's (speculative_config)",
+         f"{no}available: {', '.join(GPU_V1_DRAFTERS)}, and more with VLLM_USE_V2_MODEL_RUNNER=1"),
+        ("multi-module MTP, or Gemma 4's (speculative_config)",
          any(getattr(speculative_config, kind, bool)() for kind in ("use_multi_module_mtp", "use_gemma4_mtp")),
-         no + "it was not tried"),
+         no + "untested"),
         ("speculative decoding (speculative_config) with async_scheduling and the V1 runner",
          needs_steps_apart(vllm_config),
-         "a step is planned before it is known how many drafts of the last one were right; leave async_scheduling out"),
-        ("drafts that are accepted at a given rate (rejection_sample_method='synthetic')",
+         "a step is planned before the last step's draft tokens are verified; omit async_scheduling"),
+        ("synthetic draft acceptance (rejection_sample_method='synthetic')",
          getattr(speculative_config, "rejection_sample_method", None) == "synthetic", "the tokens are not the model's"),
-        ("drafts that are accepted by blocks (rejection_sample_method='block')",
-         getattr(speculative_config, "rejection_sample_method", None) == "block", no + "it was not tried"),
-        ("drafts that are shared out on the GPU (enable_adaptive_verification)",
+        ("block-wise draft acceptance (rejection_sample_method='block')",
+         getattr(speculative_config, "rejection_sample_method", None) == "block", no + "untested"),
+        ("adaptive draft verification (enable_adaptive_verification)",
          getattr(speculative_config, "enable_adaptive_verification", False),
-         "which rows are whose is not known when a step is planned"),
+         "the rows of a request are unknown when a step is planned"),
         ("speculative decoding (speculative_config) over pipeline stages",
-         vllm_config.parallel_config.pipeline_parallel_size > 1, no + "it is not tested"),
+         vllm_config.parallel_config.pipeline_parallel_size > 1, no + "untested"),
         (f"speculative decoding by {method!r} (speculative_config) over several workers",
          vllm_config.parallel_config.world_size > 1 and (on_gpu or method not in PARALLEL_DRAFTERS),
-         f"{no}on the CPU build {', '.join(PARALLEL_DRAFTERS)} were tried"),
+         f"{no}available on the CPU build: {', '.join(PARALLEL_DRAFTERS)}"),
         *((f"speculative decoding (speculative_config) with {option}",
-           getattr(speculative_config, option, usual) != usual, no + "it was not tried")
+           getattr(speculative_config, option, usual) != usual, no + "untested")
           for option, usual in UNTRIED_DRAFTS.items()),
         (f"speculative decoding by {method!r} (speculative_config) with LoRA",
          vllm_config.lora_config and (
              on_gpu or method not in ADAPTED_DRAFTERS or vllm_config.parallel_config.world_size > 1),
-         no + "on the CPU build it was tried by n-grams and draft models, with one worker"),
+         no + "tested only on the CPU build, with n-grams and draft models, on one worker"),
     ]  # fmt: skip
 
 
@@ -397,5 +397,5 @@ def unread_attention(vllm_config: VllmConfig, config: Any) -> str:
     if (dtype := vllm_config.cache_config.cache_dtype) not in ("auto", "float32", "float16", "bfloat16"):
         return f"keys are cached in {dtype}; use kv_cache_dtype='auto'"
     if getattr(config, "attention_chunk_size", None):
-        return "its layers attend within chunks"
+        return "its layers use chunked attention"
     return ""

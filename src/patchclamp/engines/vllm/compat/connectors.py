@@ -76,7 +76,7 @@ def check_alone(vllm_config: VllmConfig, others: bool) -> None:
 
     if has_kv_transfer_group() or (others and vllm_config.kv_transfer_config is not None):
         raise EngineError(
-            "an engine with a KV connector is alone in its process: close the others, or use multiprocess_mode=True",
+            "an engine with a KV connector requires its own process: close the others, or use multiprocess_mode=True",
             "kv_transfer_config",
         )
 
@@ -85,8 +85,7 @@ def check_transfer(scheduler: Scheduler, request: Request) -> None:
     """Raise `ProgramError` for a program on a request that sends or receives keys and values."""
     if scheduler.connector is not None and request.kv_transfer_params:
         raise ProgramError(
-            "a program does not run with kv_transfer_params, since its keys and values stay in this engine: leave them "
-            "out"
+            "kv_transfer_params is not supported with a program, whose keys and values stay in this engine: omit it"
         )
 
 

@@ -48,7 +48,7 @@ PROVED_AT_ONCE = 128  # minimum number of generated tokens between two proof req
 
 _CORE, _SCHEDULER = "vllm.v1.core.", "vllm.v1.core.sched.scheduler:Scheduler."
 REQUEST = seam("vllm.v1.engine.core:EngineCore.preprocess_add_request", "read programs", "self, request")
-RPC = seam("vllm.v1.engine.core:EngineCore.collective_rpc", "notice new weights",
+RPC = seam("vllm.v1.engine.core:EngineCore.collective_rpc", "detect new weights",
            "self, method, timeout=None, args=(), kwargs=None")  # fmt: skip
 seam(_SCHEDULER + "add_request", "admit programs", "self, request")
 seam(_SCHEDULER + "schedule", "send programs to the workers", "self, throttle_prefills=False")
@@ -583,7 +583,7 @@ def _slot_scores(core: EngineCore) -> tuple[SlotScores | None, int]:
     if whole is None:
         if core.vllm_config.cache_config.enable_prefix_caching:
             raise EngineError(
-                "no layer of this model attends to all tokens, so cached prefixes have no scores: set "
+                "no layer of this model has full attention, so cached prefixes have no scores: set "
                 "enable_prefix_caching=False", "probes",
             )  # fmt: skip
         whole = 0
@@ -624,20 +624,18 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
         return
     code = next((op.action for op in program.bound.ops if op.kind == APPLY), None)
     if code is not None:
-        what = {Encoded: "an edit that needs the whole encoder of an SAE", Attended: "an edit of attention"}.get(
+        what = {Encoded: "an edit that needs the full encoder of an SAE", Attended: "an edit of attention"}.get(
             type(code), "Apply"
         )
-        raise ProgramError(
-            f"{what} does not run with speculative decoding: it would be called on drafted tokens that are discarded"
-        )
+        raise ProgramError(f"{what} is not supported with speculative decoding: it would run on rejected draft tokens")
     _check_latches(program.bound)
     if request.mm_features and speculative_config.method != "ngram":
-        raise ProgramError("a program on a prompt with images does not run beside a model that drafts: not tested yet")
+        raise ProgramError("programs on prompts with images are not supported with a draft model yet: untested")
     params = request.sampling_params
     if params is not None and params.temperature and vllm_config.device_config.device_type == "cpu":
         raise ProgramError(
-            "a program does not run with sampling and speculative decoding on a CPU, where vLLM loses the temperatures "
-            "of drafted tokens: set temperature to 0, or start the engine without speculative_config"
+            "programs are not supported with sampling and speculative decoding on a CPU, where vLLM loses the "
+            "temperature of draft tokens: set temperature to 0, or start the engine without speculative_config"
         )
 
 
@@ -648,20 +646,20 @@ def _check_latches(bound: BoundProgram) -> None:
     for op in bound.ops:
         if isinstance(op.action, Latch) and op.action.last:
             raise UnsupportedSite(
-                "with speculative decoding pc.between selects tokens of the prompt alone, since a rejected draft would "
-                "count for the tokens after it: use pc.prompt & pc.between(...)", op.path[:200]
+                "with speculative decoding pc.between selects only prompt tokens, as rejected drafts would count: "
+                "use pc.prompt & pc.between(...)", op.path[:200]
             )  # fmt: skip
         if isinstance(op.action, Latch) and op.ranges[-1].stop > bound.prompt:
             points[op.action.latch] = op.points[0]
         if op.guard is not None and points.get(op.guard.latch) in op.points:
             raise UnsupportedSite(
-                "with speculative decoding and scope onwards, an edit comes after the probe's own site: edit a later "
-                "layer, or use scope token or prompt", f"{op.path[:200]}.at"
+                "with speculative decoding, scope onwards requires edits after the probe's site: edit a later layer, "
+                "or use scope token or prompt", f"{op.path[:200]}.at"
             )  # fmt: skip
 
 
 def _streamed() -> ProgramError:
-    return ProgramError("programs do not run on requests with streamed input")
+    return ProgramError("programs are not supported on requests with streamed input")
 
 
 def joined_verdict(verdicts: list[tuple[str, Any]]) -> Verdict:

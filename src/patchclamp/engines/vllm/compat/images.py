@@ -42,7 +42,7 @@ def expand(
     except PatchclampError:
         raise
     except Exception as error:
-        raise ProgramError(f"vLLM does not take this prompt: {describe_error(error)}") from error
+        raise ProgramError(f"vLLM rejected this prompt: {describe_error(error)}") from error
     return Expanded(list(inputs["prompt_token_ids"]), images_in(inputs), inputs)
 
 
@@ -51,11 +51,9 @@ def _check(prompt: Mapping[str, Any]) -> None:
         if part not in PARTS:
             raise unknown("part of a prompt with images", str(part), PARTS, str(part))
     if sum(part in prompt for part in TEXT) != 1:
-        raise ProgramError(f"a prompt with images has either {TEXT[0]!r} or {TEXT[1]!r} in it")
+        raise ProgramError(f"a prompt with images requires exactly one of {TEXT[0]!r} and {TEXT[1]!r}")
     if not isinstance(prompt.get(DATA), Mapping) or not prompt[DATA]:
-        raise ProgramError(
-            f'a prompt with images has {{"image": ...}} under {DATA!r}; without any, give the text or the token ids'
-        )
+        raise ProgramError(f'expected {{"image": ...}} under {DATA!r}; without images, pass text or token ids')
     check_modalities(prompt[DATA])
 
 
@@ -84,7 +82,7 @@ def check_modalities(modalities: Iterable[str]) -> None:
     others = sorted(set(modalities) - {"image"})
     if others:
         raise ProgramError(
-            f"programs act on text and images, and this prompt has {' and '.join(others)} in it: leave out one of them"
+            f"programs support only text and images, but this prompt has {' and '.join(others)}: omit one or the other"
         )
 
 
@@ -92,7 +90,7 @@ def check_model(vllm_config: VllmConfig) -> None:
     """Raise `ProgramError` for a model whose images are not tested."""
     names = UNTRIED.intersection(vllm_config.model_config.hf_config.architectures or ())
     if names:
-        raise ProgramError(f"images were not tried on {', '.join(names)}: give it prompts of text alone")
+        raise ProgramError(f"images are untested on {', '.join(names)}: use text-only prompts")
 
 
 def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> None:
@@ -102,8 +100,8 @@ def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> Non
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
         raise ProgramError(
-            f"the program is bound to a prompt of {prompt} tokens, and with its images in their places this one has "
-            f"{request.num_prompt_tokens}: bind it to that"
+            f"the program is bound to a prompt of {prompt} tokens, but with its images expanded this one has "
+            f"{request.num_prompt_tokens}: bind it to the expanded prompt"
         )
 
 

@@ -115,7 +115,7 @@ def _unread(layer: Any) -> str:
     if type(layer).__name__ != "Attention":
         return f"it is a {type(layer).__name__}"
     if str(layer.kv_cache_dtype) not in ("auto", "float32", "float16", "bfloat16"):
-        return f"they are kept in {layer.kv_cache_dtype}"
+        return f"they are stored as {layer.kv_cache_dtype}"
     if layer.kv_cache.dim() != 4:
         return f"its cache has {layer.kv_cache.dim()} axes, not 4"
     if layer.kv_cache.device.type == "cpu" and layer.isa not in LAYOUTS:

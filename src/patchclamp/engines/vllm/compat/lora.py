@@ -61,7 +61,7 @@ class Adapters:
         if adapter.rank > self._config.max_lora_rank:
             raise CapacityError(
                 f"{adapter.folder} has rank {adapter.rank}, above max_lora_rank={self._config.max_lora_rank}: start "
-                "the engine with a larger one", "lora"
+                "the engine with a larger max_lora_rank", "lora"
             )  # fmt: skip
 
     def admits(self, requests: Iterable[Request]) -> int:
@@ -113,7 +113,7 @@ class Adapters:
             raise ModelError(f"{adapter.folder} cannot be loaded: {type(error).__name__}: {error}", "lora") from error
         if unfit:
             self._engine.remove_lora(number)
-            raise ModelError(f"{adapter.folder} is not an adapter of this model: {'; '.join(unfit[:3])}", "lora")
+            raise ModelError(f"{adapter.folder} does not fit this model: {'; '.join(unfit[:3])}", "lora")
         return lora_request
 
 
@@ -126,7 +126,7 @@ def prepare(runner: Any) -> None:
         if runner.device.type == "cpu":
             if _has_experts(module):
                 raise EngineError(
-                    "LoRA (enable_lora) with layers of experts does not run on a CPU: vLLM's kernels for them need "
+                    "LoRA (enable_lora) with expert layers is not supported on a CPU: vLLM's kernels for them need "
                     "Triton; merge the adapter into the model"
                 )
             module.lora_b_stacked = _with_zeros(module.lora_b_stacked)
@@ -164,12 +164,12 @@ def unfit(runner: Any, number: int) -> list[str]:
     problems = [f"the model has no {name}" for name in weights if name not in adapters.modules]
     for name in weights.keys() & adapters.modules.keys():
         if _has_experts(adapters.modules[name]):
-            problems.append(f"{name} has experts, and adapters of those are not supported yet")
+            problems.append(f"{name}: adapters of experts are not supported yet")
             continue
         widths = [*_widths(weights[name].lora_a, 1), *_widths(weights[name].lora_b, 0)]
         pairs = zip(widths, _model_widths(adapters.modules[name]), strict=True)
         wrong = [(model_width, width) for width, model_width in pairs if width not in (None, model_width)]
-        problems += [f"{name} is {model_width} wide and the adapter {width}" for model_width, width in wrong[:1]]
+        problems += [f"{name}: expected width {model_width}, got {width}" for model_width, width in wrong[:1]]
     return sorted(problems)
 
 

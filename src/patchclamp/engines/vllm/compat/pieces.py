@@ -145,7 +145,9 @@ class Streams:
         def keep(layer: int, values: list[Any]) -> None:
             for each in values:
                 if not isinstance(each, torch.Tensor) or each.shape[:1] != row_R.shape:
-                    raise EngineError(f"{getattr(each, 'shape', each)} crosses the cut before layer {layer}")
+                    raise EngineError(
+                        f"expected a value per row at the cut before layer {layer}, got {getattr(each, 'shape', each)}"
+                    )
             size = sum(each[0].nbytes for each in values) * self._total * pieces.layers
             self._every = self._every if layer > 1 else max(1, -(-size // MAX_BYTES))
             if layer % self._every == 0:
@@ -161,14 +163,14 @@ class Streams:
             compute(observe=keep)
             layer = self.begin(pieces.layers // 2 + 1)
             same = torch.equal(whole, compute(layer=layer, crossing=self.crossing(layer, row)))
-            problem = "" if same else "its pieces differ from the whole"
+            problem = "" if same else "a partial pass differs from a full one"
             if _free_bytes(self._device) < ROOM_BYTES:
                 problem = "less than 1 GiB of device memory is free"
         except Exception as error:  # a graph that is put together in another way
             problem = repr(error)  # never empty
         pieces.usable = _agreed(not problem)
         if not pieces.usable:
-            logger.warning("patchclamp: graded programs are computed from layer 0 on: %s", problem)
+            logger.warning("patchclamp: graded programs are computed from layer 0: %s", problem)
 
     def begin(self, layer: int) -> int:
         """Return the highest layer up to this one at which a batch may begin."""

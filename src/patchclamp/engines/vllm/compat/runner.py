@@ -103,7 +103,7 @@ def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Te
     inner = layer.impl.forward
     parameters = list(inspect.signature(inner).parameters)
     if name not in parameters:
-        raise SeamMoved(f"vLLM {version()} does not give {type(layer).__name__} {name} as an argument")
+        raise SeamMoved(f"vLLM {version()} does not pass {name} to {type(layer).__name__}")
 
     place = parameters.index(name)
 
@@ -149,9 +149,7 @@ def runner_of(worker: Worker) -> tuple[Any, str]:
     modules = {base.__module__ for base in type(runner).__mro__}
     kind = "v2" if V2 in modules else "v1" if V1 in modules else None
     if kind is None:
-        raise SeamMoved(
-            f"vLLM {version()} runs this model with {type(runner).__qualname__}, which is neither V1 nor V2"
-        )
+        raise SeamMoved(f"vLLM {version()} uses {type(runner).__qualname__}; expected the V1 or V2 runner")
     require_all("")
     require_all(kind)
     return runner, kind

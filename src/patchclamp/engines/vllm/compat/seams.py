@@ -75,7 +75,7 @@ class Seam(msgspec.Struct, frozen=True):
                 return ""
             new = [f"it has a new parameter {each}" for each in parameters if each not in expected]
             gone = [f"it has no parameter {each}" for each in expected if each not in parameters]
-            differences.append("; ".join([*new, *gone]) or f"its parameters are in another order: {found}")
+            differences.append("; ".join([*new, *gone]) or f"its parameters are in a different order: {found}")
         return min(differences, key=len)
 
     def wrap(self, wrapper: Callable[..., Any]) -> None:

@@ -313,12 +313,12 @@ class Graphs:
                 raise
             if self._config.parallel_config.tensor_parallel_size > 1:  # other workers may have succeeded
                 raise EngineError(
-                    "the GPU had no room for graphs with taps, which every tensor-parallel worker needs: lower "
-                    "gpu_memory_utilization, or name fewer sizes in active_sizes"
+                    "not enough GPU memory for graphs with taps, which every tensor-parallel worker needs: lower "
+                    "gpu_memory_utilization, or list fewer sizes in active_sizes"
                 ) from error
-            self.problem = f"the GPU had no room for graphs with taps ({str(error).split('.')[0]})"
+            self.problem = f"not enough GPU memory for graphs with taps ({str(error).split('.')[0]})"
             logger.warning(
-                "patchclamp: %s; steps with programs run without CUDA graphs. Give the cache less memory, or name "
+                "patchclamp: %s; steps with programs run without CUDA graphs. Give the cache less memory, or list "
                 "fewer sizes in active_sizes.", self.problem,
             )  # fmt: skip
         self._forget()
@@ -419,7 +419,7 @@ def _check_full(graphs: dict[Any, Any], wanted: list[Any]) -> None:
 
 def _without_graph(mode: Any, tokens: int) -> EngineError:
     return EngineError(
-        f"vLLM recorded no graph with taps of {mode.name} steps of {tokens} tokens, where programs would do nothing: "
+        f"vLLM recorded no graph with taps for {mode.name} steps of {tokens} tokens, so programs would do nothing: "
         "start with enforce_eager=True, and report this with the model's name"
     )
 
