@@ -164,7 +164,7 @@ class TestArguments:
             (("--metric", "logprb"), "--metric: unknown metric 'logprb'"),
             (("--metric", "recovered"), "--foil: recovered"),
             (("--site", "resid_per"), "--site: unknown site 'resid_per'"),
-            (("--layers", "a:b"), "--layers: 'a:b' is neither a number nor a range"),
+            (("--layers", "a:b"), "--layers: expected a number or a range"),
             (("--positions", "promt[0]"), "--positions: unknown token group 'promt'"),
             (("--png", "sweep.pgn"), "sweep.pgn: unknown picture format 'pgn'"),
             (("--save", "."), "--save: expected a file"),

@@ -101,5 +101,5 @@ def test_who_waits_too_long_for_room_is_told(cores, monkeypatch):
         finally:
             assert len(engine.ended) == 1
 
-    with pytest.raises(CapacityError, match="room"):
+    with pytest.raises(CapacityError, match="cache blocks"):
         asyncio.run(one())

@@ -111,7 +111,5 @@ def test_compiled_code_computes_the_same_with_the_op_itself() -> None:
 def test_a_switch_that_there_is_not_is_an_error() -> None:
     assert switches.read("op_class, cut_graphs,") == {"op_class", "cut_graphs"}
     assert switches.read("") == set()
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(EngineError, match="PATCHCLAMP_DISABLE: .*op_clas;.* op_class, cut_graphs"):
         switches.read("op_clas,launcher")
-    told = "PATCHCLAMP_DISABLE names op_clas; there are: launcher, op_class, cut_graphs, equal_layers, alike_requests, pinned_upload"
-    assert str(caught.value) == told

@@ -116,7 +116,7 @@ IN_A_LINE = {
     "generated from their end": (lambda t: t.generated[-1].layers[1].output, K, "negative"),
     "a mask of tokens": (lambda t: t.layers[1].output[torch.ones(6) > 0].save(), E, "mask.nonzero"),
     "a list of truths": (lambda t: put(t.layers[1].output, [True, False], 0), E, "got a mask"),
-    "an index of two axes": (lambda t: t.layers[1].output[torch.tensor([[0, 1], [1, 2]])], E, "by one list of numbers"),
+    "an index of two axes": (lambda t: t.layers[1].output[torch.tensor([[0, 1], [1, 2]])], E, "axes"),
     "no token read": (lambda t: t.layers[1].output[3:3].save(), K, "selects no token"),
     "no step to loop over": (lambda t: loop(t.generated), K, "raise max_tokens"),
     "a list of heads": (lambda t: t.layers[1].attn.z[[0, 1]], E, "contiguous slice"),

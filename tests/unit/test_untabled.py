@@ -46,7 +46,7 @@ def test_a_width_that_the_config_does_not_tell_is_not_offered():
             dict(kind="bert", is_decoder=True),
             "encoder.layer.1 ",
         ),
-        (dict(kind="gptj", rotary_dim=64), "without"),
+        (dict(kind="gptj", rotary_dim=64), "failed"),
         (dict(kind="t5"), "Unrecognized configuration class"),
         (dict(kind="albert"), "Unrecognized configuration class"),
     ],

@@ -261,10 +261,7 @@ class HttpEngine(Engine):
         await asyncio.gather(*tasks, return_exceptions=True)
         if hasattr(self, "_client"):
             with contextlib.suppress(Exception):
-                release, abort = self._freed
-                if abort:
-                    await self._ask("POST", "free", wire.Free(release, abort))
-                await self._ask("DELETE", f"live/{self._session}")
+                await self._ask("POST", "free", wire.Free(*self._freed, session=self._session))
             await self._client.aclose()
 
     async def _ask(

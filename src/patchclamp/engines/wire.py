@@ -12,7 +12,6 @@
     POST free        `Free`
     GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
                      client is considered dead unless it reconnects at once
-    DELETE live/...  frees the captures of a client that closes
     POST tokenizer   `Tokenize`; returns the result of that method of `Tokenizer`
     POST weight      `Weight`; returns safetensors, or no bytes if the model has no such weight
     POST sampling    sampling parameters; an error if the engine does not accept them
@@ -138,11 +137,12 @@ class DictionaryWanted(msgspec.Struct):
 
 
 class Free(msgspec.Struct):
-    """Runs to release, to abort, and to end early."""
+    """Runs to release, to abort, and to end early, and the session of a client that closes."""
 
     release: list[str] = []
     abort: list[str] = []
     end: list[str] = []
+    session: str = ""
 
 
 class Weight(msgspec.Struct):

@@ -193,7 +193,7 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
 
 @router.post("/free")
 async def free(request: Request) -> dict[str, bool]:
-    """Free the captures of runs, and abort or end runs."""
+    """Free the captures of runs or of a client that closes, and abort or end runs."""
     front, owner = caller(request)
     told = await _read(request, wire.Free)
     for name in (*told.release, *told.abort, *told.end):
@@ -204,6 +204,8 @@ async def free(request: Request) -> dict[str, bool]:
     front.engine.release(told.release)
     front.engine.abort(told.abort)
     front.engine.end_runs(told.end)
+    if told.session:
+        await front.leases.end(f"{owner}-{told.session}")
     return {"ok": True}
 
 
@@ -225,14 +227,6 @@ async def live(session: Session, request: Request) -> Response:
 
     front.leases.opened(name)
     return StoppedResponse(lambda: front.leases.lost(name), beats(), "application/octet-stream")
-
-
-@router.delete("/live/{session}")
-async def leave(session: Session, request: Request) -> Response:
-    """Frees the captures of a client's runs: the client was closed and will not reconnect."""
-    front, owner = caller(request)
-    await front.leases.end(f"{owner}-{session}")
-    return Response(status_code=204)
 
 
 @router.post("/tokenizer")
