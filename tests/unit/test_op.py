@@ -111,5 +111,5 @@ def test_compiled_code_computes_the_same_with_the_op_itself() -> None:
 def test_a_switch_that_there_is_not_is_an_error() -> None:
     assert switches.read("op_class, cut_graphs,") == {"op_class", "cut_graphs"}
     assert switches.read("") == set()
-    with pytest.raises(EngineError, match="PATCHCLAMP_DISABLE: .*op_clas;.* op_class, cut_graphs"):
+    with pytest.raises(EngineError, match=r"PATCHCLAMP_DISABLE: .*op_clas;.* op_class, cut_graphs"):
         switches.read("op_clas,launcher")
