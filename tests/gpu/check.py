@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def carry_out(part: str) -> None:
     from tests.gpu.guarantees import found_again, guarantees
 
     model = str(MODELS["0.6b" if "Qwen3" in part else "8b"])
-    try:
+    with board.noted(part, "ran to its end"):
         if part == "models":
             make_models()
         elif part == "kernel":
@@ -104,9 +103,6 @@ def carry_out(part: str) -> None:
                     "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other,
                     "uniform": corners.uniform, "lent": corners.lent, "graded": corners.graded}  # fmt: skip
             does[part.removeprefix("v1 ").removeprefix("tp2 ").split(",")[0]](part, model)
-    except Exception as error:
-        traceback.print_exc()
-        board.note(part, "ran to its end", False, f"{type(error).__name__}: {error}"[:300])
 
 
 def in_a_process(part: str, folder: Path, seconds: float) -> None:

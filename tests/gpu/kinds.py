@@ -21,7 +21,19 @@ from patchclamp.engines.vllm.compat.configuration import DRAFTERS
 from patchclamp.plan.bound import NEVER
 from patchclamp.plan.table import ProgramTable
 from tests.gpu.board import note
-from tests.gpu.engines import BASE, COMPILED, PROMPTS, TOKENS, Stock, apart, attached, bits, fresh, surroundings
+from tests.gpu.engines import (
+    BASE,
+    COMPILED,
+    PROMPTS,
+    TOKENS,
+    Stock,
+    apart,
+    attached,
+    bits,
+    fresh,
+    started,
+    surroundings,
+)
 from tests.gpu.modes import IEEE
 
 PARTS = {
@@ -54,14 +66,6 @@ def _options(changed: dict[str, Any], **more: Any) -> dict[str, Any]:
     made = {**copy.deepcopy(BASE), "dtype": "bfloat16", **more}
     made["compilation_config"]["cudagraph_capture_sizes"] = SIZES
     return {**made, **changed}
-
-
-def _started(part: str, lm: Any, runner: str = "v2") -> None:
-    """Notes whether an engine has the runner and the graphs that are to be checked."""
-    status = lm.engine.status()
-    graphs = status.get("active_graphs", 0)
-    told = f"runner {status['runner']}, {graphs} active sizes {status.get('active_graphs_problem', '')}"
-    note(part, "starts", status["runner"] == runner and graphs > 0, told)
 
 
 def _answers(runs: list[Any]) -> list:
@@ -164,7 +168,7 @@ def lora(part: str, model: str, **changed: Any) -> None:
         stock = running.enter_context(Stock(model, options, adapters, **environ, **fresh("stock", part)))
         running.enter_context(surroundings({**environ, **fresh("ours", part)}))
         with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm:
-            _started(part, lm)
+            started(part, lm)
             plain = _stock(part, stock.answer(), lm, adapters)
             different = len({str(run.token_ids) for run in lm.run([PROMPTS[2]] * 3, lora=adapters[:3], **GREEDY)})
             note(part, "adapters matter", different == 3, f"{different} of 3 texts differ")
@@ -282,7 +286,7 @@ def fp8(part: str, model: str, **changed: Any) -> None:
         stock = running.enter_context(Stock(model, options, None, **fresh("stock", part)))
         running.enter_context(surroundings(fresh("ours", part)))
         with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm:
-            _started(part, lm)
+            started(part, lm)
             plain = _stock(part, stock.answer(), lm)
             _moves(part, lm)
             asked, sites = _asked(lm), [str(ref) for ref in lm.sites.refs()]
@@ -365,7 +369,7 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
         cut = _read(_runs(plain, programs["few words"], stop_token_ids=stops), sites)
         drawn = {name: _sampled(plain, programs[name]) for name in ("logits", *list(conditions)[:1])}
     with pc.LM(model, engine="vllm", prove=False, allow_code=True, speculative_config=how, **options) as lm:
-        _started(part, lm, runner)
+        started(part, lm, runner)
         n_grams_ahead = version("vllm") >= "0.33"  # 0.32 schedules n-grams one step after the other on V2, too
         expected = runner == "v2" and (how["method"] != "ngram" or n_grams_ahead)
         ahead = attached(lm)._most_ahead > 0
