@@ -158,7 +158,7 @@ def sites(part: str, smaller: dict[str, Any] | None = None, **changed: Any) -> N
         shutil.rmtree(folder, ignore_errors=True)  # all of them together do not fit a small disk
 
 
-def _equal(model: str, prompts: list[list[int]], options: dict[str, Any]) -> tuple[bool, str]:
+def _equal(model: str, prompts: list[Any], options: dict[str, Any]) -> tuple[bool, str]:
     """The verdict of `patchclamp parity`, and its numbers."""
     from patchclamp.studies import parity
 
@@ -171,7 +171,7 @@ def _equal(model: str, prompts: list[list[int]], options: dict[str, Any]) -> tup
     return found.holds, "; ".join([told, *found.problems])[:600]
 
 
-def _near(model: str, prompts: list[list[int]], options: dict[str, Any]) -> tuple[bool, str]:
+def _near(model: str, prompts: list[Any], options: dict[str, Any]) -> tuple[bool, str]:
     """True if vLLM in bf16 is about as near Transformers in fp32 as Transformers in bf16 is."""
     from patchclamp.studies.parity import BOUNDS, ENGINES, _compared, _observe, given
 
