@@ -237,7 +237,7 @@ def _state(words: tuple[str, ...], result: dict[str, Any]) -> str:
 
 def _plain(text: str) -> str:
     """A reason as a cell of a table, without what every reason says."""
-    text = text.replace("it has no site table, and ", "").replace("|", "/")
+    text = re.sub(r"\s+", " ", text.replace("it has no site table, and ", "").replace("|", "/"))
     return re.sub(r"^(\w+): (no site table for .* made of its modules|vLLM stopped): ", "", text)[:260]
 
 
