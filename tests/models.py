@@ -6,30 +6,136 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import msgspec
 
-SHAPES = {
-    "8b": dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+_LINEAR = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+               linear_conv_kernel_dim=4)  # fmt: skip
+_QUARTER = dict(rope_type="default", rope_theta=10000000.0, partial_rotary_factor=0.25)
+_GEMMA4 = dict(head_dim=256, global_head_dim=512, final_logit_softcapping=30.0, max_position_embeddings=131072,
+               tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh", model_type="gemma4_text",
+               architectures=["Gemma4ForCausalLM"])  # fmt: skip
+_NEMOTRON_H = dict(mamba_head_dim=64, ssm_state_size=128, n_groups=8, conv_kernel=4, chunk_size=128,
+                   mlp_hidden_act="relu2", layer_norm_epsilon=1e-5, max_position_embeddings=8192, tie_word_embeddings=False,
+                   model_type="nemotron_h", architectures=["NemotronHForCausalLM"])  # fmt: skip
+# `of`: the checkpoint with these widths, head counts, windows and factors; `reduced`: what is smaller, besides the number
+# of layers and the vocabulary
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": dict(of="meta-llama/Llama-3.1-8B", hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+               num_key_value_heads=8, head_dim=128,
                vocab_size=128256, rope_theta=500000.0, max_position_embeddings=8192, tie_word_embeddings=False,
                architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=32),
-    "0.6b": dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+    "0.6b": dict(of="Qwen/Qwen3-0.6B", hidden_size=1024, intermediate_size=3072, num_attention_heads=16,
+                 num_key_value_heads=8, head_dim=128,
                  vocab_size=151936, rope_theta=1000000.0, max_position_embeddings=8192, tie_word_embeddings=True,
                  architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_hidden_layers=28),
     "135m": dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64,
                  vocab_size=49152, rope_theta=100000.0, max_position_embeddings=8192, tie_word_embeddings=True,
                  architectures=["LlamaForCausalLM"], model_type="llama", num_hidden_layers=30),
-    "gemma3": dict(hidden_size=5376, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16,
+    "gemma3": dict(of="google/gemma-3-27b-pt", reduced="window of 64 instead of 1024", hidden_size=5376,
+                   intermediate_size=21504, num_attention_heads=32, num_key_value_heads=16,
                    head_dim=128, query_pre_attn_scalar=168, vocab_size=262208, sliding_window=64,
                    max_position_embeddings=8192, tie_word_embeddings=True, architectures=["Gemma3ForCausalLM"],
                    model_type="gemma3_text", num_hidden_layers=62,
                    layer_types=["sliding_attention"] * 3 + ["full_attention"]),
-    "qwen3_moe": dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
+    "qwen3_moe": dict(of="Qwen/Qwen3-30B-A3B", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+                      num_experts=128,
                       num_experts_per_tok=8, norm_topk_prob=True, num_attention_heads=32, num_key_value_heads=4,
                       head_dim=128, vocab_size=151936, rope_theta=1000000.0, max_position_embeddings=8192,
                       tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe",
                       num_hidden_layers=48),
+    "qwen3_5": dict(of="Qwen/Qwen3.5-9B", hidden_size=4096, intermediate_size=12288, num_attention_heads=16,
+                    num_key_value_heads=4, head_dim=256, **_LINEAR, rope_parameters=_QUARTER,
+                    max_position_embeddings=8192, tie_word_embeddings=False, model_type="qwen3_5_text",
+                    layer_types=["linear_attention", "full_attention", "linear_attention"],
+                    architectures=["Qwen3_5ForCausalLM"]),
+    "qwen3_5_moe": dict(of="Qwen/Qwen3.5-35B-A3B", reduced="16 of 256 experts", hidden_size=2048,
+                        moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=16,
+                        num_experts_per_tok=8, num_attention_heads=16, num_key_value_heads=2, head_dim=256, **_LINEAR,
+                        rope_parameters=_QUARTER, max_position_embeddings=8192, tie_word_embeddings=False,
+                        layer_types=["linear_attention", "full_attention", "linear_attention"],
+                        model_type="qwen3_5_moe_text", architectures=["Qwen3_5MoeForCausalLM"]),
+    "qwen3_next": dict(of="Qwen/Qwen3-Next-80B-A3B-Instruct", reduced="16 of 512 experts", hidden_size=2048,
+                       intermediate_size=5120, moe_intermediate_size=512, shared_expert_intermediate_size=512,
+                       num_experts=16, num_experts_per_tok=10, norm_topk_prob=True, num_attention_heads=16,
+                       num_key_value_heads=2, head_dim=256, **_LINEAR, rope_parameters=_QUARTER,
+                       max_position_embeddings=8192, tie_word_embeddings=False, model_type="qwen3_next",
+                       layer_types=["linear_attention", "full_attention", "linear_attention"],
+                       architectures=["Qwen3NextForCausalLM"]),
+    "gpt_oss": dict(of="openai/gpt-oss-20b", hidden_size=2880, intermediate_size=2880, num_attention_heads=64,
+                    num_key_value_heads=8, head_dim=64, sliding_window=128, num_local_experts=32, num_experts_per_tok=4,
+                    swiglu_limit=7.0, attention_bias=True, rms_norm_eps=1e-5, max_position_embeddings=131072,
+                    rope_parameters=dict(rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=32.0,
+                                         beta_slow=1.0, truncate=False, original_max_position_embeddings=4096),
+                    tie_word_embeddings=False, layer_types=["sliding_attention", "full_attention"],
+                    model_type="gpt_oss", architectures=["GptOssForCausalLM"]),
+    "gemma4": dict(of="google/gemma-4-31B", hidden_size=5376, intermediate_size=21504, num_attention_heads=32,
+                   num_key_value_heads=16, num_global_key_value_heads=4, attention_k_eq_v=True, **_GEMMA4,
+                   sliding_window=1024, hidden_size_per_layer_input=0,
+                   layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
+    "gemma4_layered": dict(of="google/gemma-4-E4B", hidden_size=2560, intermediate_size=10240, num_attention_heads=8,
+                           num_key_value_heads=2, **_GEMMA4, sliding_window=512, hidden_size_per_layer_input=256,
+                           vocab_size_per_layer_input=32000, num_kv_shared_layers=2,
+                           layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma4_moe": dict(of="google/gemma-4-26B-A4B", hidden_size=2816, intermediate_size=2112, moe_intermediate_size=704,
+                       enable_moe_block=True, num_experts=128, top_k_experts=8, num_attention_heads=16,
+                       num_key_value_heads=8, num_global_key_value_heads=2, attention_k_eq_v=True, **_GEMMA4,
+                       sliding_window=1024, hidden_size_per_layer_input=0,
+                       layer_types=["sliding_attention", "full_attention"]),
+    "llama4": dict(of="meta-llama/Llama-4-Maverick-17B-128E", reduced="8 of 128 experts", hidden_size=5120,
+                   intermediate_size=8192, intermediate_size_mlp=16384, num_attention_heads=40, num_key_value_heads=8,
+                   head_dim=128, num_local_experts=8, num_experts_per_tok=1, interleave_moe_layer_step=2,
+                   use_qk_norm=False, attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1,
+                   rope_parameters=dict(rope_type="default", rope_theta=500000.0), max_position_embeddings=131072,
+                   no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"], rms_norm_eps=1e-5,
+                   tie_word_embeddings=False, model_type="llama4_text", architectures=["Llama4ForCausalLM"]),
+    "deepseek_v3": dict(of="deepseek-ai/DeepSeek-V3", reduced="16 of 256 experts", hidden_size=7168,
+                        intermediate_size=18432, moe_intermediate_size=2048, num_attention_heads=128,
+                        num_key_value_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+                        qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=16, num_experts_per_tok=8, n_group=8,
+                        topk_group=4, n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+                        scoring_func="sigmoid", topk_method="noaux_tc", first_k_dense_replace=1,
+                        rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, beta_fast=32.0,
+                                             beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+                                             original_max_position_embeddings=4096),
+                        max_position_embeddings=163840, tie_word_embeddings=False, model_type="deepseek_v3",
+                        architectures=["DeepseekV3ForCausalLM"]),
+    "glm4_moe": dict(of="zai-org/GLM-4.5", reduced="16 of 160 experts", hidden_size=5120, intermediate_size=12288,
+                     moe_intermediate_size=1536, num_attention_heads=96, num_key_value_heads=8, head_dim=128,
+                     n_routed_experts=16, num_experts_per_tok=8, n_group=1, topk_group=1, n_shared_experts=1,
+                     routed_scaling_factor=2.5, norm_topk_prob=True, first_k_dense_replace=1, use_qk_norm=True,
+                     attention_bias=True, rms_norm_eps=1e-5, max_position_embeddings=131072, tie_word_embeddings=False,
+                     rope_parameters=dict(rope_type="default", rope_theta=1000000.0, partial_rotary_factor=0.5),
+                     model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"]),
+    "mistral": dict(of="mistralai/Mistral-Small-24B-Base-2501", hidden_size=5120, intermediate_size=32768,
+                    num_attention_heads=32, num_key_value_heads=8, head_dim=128, sliding_window=None,
+                    rope_theta=100000000.0, rms_norm_eps=1e-5, max_position_embeddings=32768,
+                    tie_word_embeddings=False, model_type="mistral", architectures=["MistralForCausalLM"]),
+    "phi3": dict(of="microsoft/phi-4", hidden_size=5120, intermediate_size=17920, num_attention_heads=40,
+                 num_key_value_heads=10, sliding_window=None, rope_theta=250000.0, rms_norm_eps=1e-5, pad_token_id=0,
+                 max_position_embeddings=16384, original_max_position_embeddings=16384, tie_word_embeddings=False,
+                 model_type="phi3", architectures=["Phi3ForCausalLM"]),
+    "nemotron_h": dict(of="nvidia/Nemotron-H-8B-Base-8K", hidden_size=4096, intermediate_size=21504,
+                       num_attention_heads=32, num_key_value_heads=8, head_dim=128, mamba_num_heads=128, **_NEMOTRON_H,
+                       layers_block_type=["mamba", "mlp", "attention"]),
+    "nemotron_h_experts": dict(of="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", reduced="16 of 128 experts",
+                               hidden_size=2688, intermediate_size=1856, moe_intermediate_size=1856,
+                               moe_shared_expert_intermediate_size=3712, n_routed_experts=16, num_experts_per_tok=6,
+                               n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5,
+                               norm_topk_prob=True, num_attention_heads=32, num_key_value_heads=2, head_dim=128,
+                               mamba_num_heads=64, **_NEMOTRON_H, layers_block_type=["mamba", "moe", "attention"]),
+    "falcon_h1": dict(of="tiiuae/Falcon-H1-0.5B-Base", hidden_size=1024, intermediate_size=2048, num_attention_heads=8,
+                      num_key_value_heads=2, head_dim=64, mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64,
+                      mamba_d_state=128, mamba_n_groups=1, mamba_d_conv=4, mamba_chunk_size=128, mamba_conv_bias=True,
+                      mamba_rms_norm=False, mamba_norm_before_gate=False, rope_theta=100000000000.0, rms_norm_eps=1e-5,
+                      embedding_multiplier=5.656854249492381, lm_head_multiplier=0.0390625, key_multiplier=0.390625,
+                      attention_in_multiplier=1.0, attention_out_multiplier=0.9375, ssm_in_multiplier=1.25,
+                      ssm_out_multiplier=0.23570226039551587, mlp_multipliers=[0.8838834764831844, 0.5859375],
+                      ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+                      max_position_embeddings=16384, tie_word_embeddings=False, model_type="falcon_h1",
+                      architectures=["FalconH1ForCausalLM"]),
 }  # fmt: skip
 # `inductor_compile_config`: Inductor times the kernels it could use, so that stock vLLM compiled twice need not agree with
 # itself.  Of Inductor's own variable, TORCHINDUCTOR_DETERMINISTIC, code compiled ahead of time knows nothing, and vLLM
@@ -40,7 +146,8 @@ COMMON = dict(hidden_act="silu", rms_norm_eps=1e-6, torch_dtype="bfloat16", bos_
 
 def shape_only(folder: Path, name: str, layers: int | None = None, **changed) -> str:
     """A folder with a config of that shape, to be loaded with `load_format="dummy"`."""
-    config = {**COMMON, **SHAPES[name], **changed} | ({} if layers is None else {"num_hidden_layers": layers})
+    shape = {key: value for key, value in SHAPES[name].items() if key not in ("of", "reduced")}
+    config = {**COMMON, **shape, **changed} | ({} if layers is None else {"num_hidden_layers": layers})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
@@ -55,11 +162,15 @@ def with_weights(folder: Path, name: str, layers: int, seed: int = 0, **changed)
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
-    for weights in net.parameters():
-        if weights.dim() > 1:
+    for place, weights in net.named_parameters():
+        # convolutions, rates of decay and biases start from numbers that keep a state alive
+        if "conv1d" in place or (weights.dim() == 1 and not place.endswith("weight")):
+            weights.data += 0.1 * torch.randn_like(weights)
+        elif weights.dim() > 1:
             torch.nn.init.normal_(weights, std=0.03)
         else:
             torch.nn.init.normal_(weights, mean=1.0, std=0.1)
+    randomise_buffers(net)
     net.save_pretrained(folder)
     return path
 
@@ -346,11 +457,16 @@ def randomise(net) -> None:
                 weights.normal_(std=0.1)
             else:
                 weights.add_(torch.randn_like(weights), alpha=0.1)
-        for place, bias in net.named_buffers():
-            if place.endswith("e_score_correction_bias"):
-                bias.normal_(std=0.1)
-            elif place.endswith("layer_scalar"):
-                bias.fill_(0.8)
         for place, bias in net.named_parameters():
             if place.endswith("moe_statics.e_score_correction_bias"):
                 bias.zero_()  # vLLM's router for CPUs leaves it out where scores are a softmax
+    randomise_buffers(net)
+
+
+def randomise_buffers(net) -> None:
+    """Gives a router's biases random numbers, and the factor at a layer's end one that is not 1."""
+    for place, buffer in net.named_buffers():
+        if place.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
+        elif place.endswith("layer_scalar"):
+            buffer.fill_(0.8)

@@ -3,6 +3,7 @@
     python -m tools.native_models                 every one that Transformers can make a tiny model of
     python -m tools.native_models bloom mamba2    some of them, printed and not written
     python -m tools.native_models --page FILES    the page, of what earlier runs printed
+    python -m tools.native_models --gpu           its section of families on a GPU, of the files in benchmarks/results
 
 Each is a tiny random model in fp32, in a process of its own: found, proved on vLLM, and compared with Transformers.
 Classes with a table are tried as if they had none.
@@ -19,7 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+ROOT = Path(__file__).parent.parent
+PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- begin: families on a GPU -->", "<!-- end: families on a GPU -->"
 LIMIT_S = 240
 STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm", "logits")
 PLAIN = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -152,7 +155,67 @@ layer. The stream is `embed`, `resid_pre`, `resid_post`, `final_norm` and `logit
   prompts longer than one block, and for `Mamba2ForCausalLM` with prefix caching.
 - A class that is refused may run with `model_impl="transformers"`, and the error says so where it may.
 - In layers whose mixer is no attention there is no `attn_out`; an error lists the layers that have it.
+
+{on_a_gpu()}
 """
+
+
+def on_a_gpu() -> str:
+    """The section of `docs/models.md` on the parts of `tests.gpu.families`: the newest result of each."""
+    from tests.gpu.families import PARTS
+
+    newest: dict[str, tuple[tuple[str, bool], dict[str, Any], list[dict[str, Any]]]] = {}
+    for file in sorted(RESULTS.glob("gpu_check*.json")):
+        facts = json.loads(file.read_text())
+        for part in PARTS:
+            checks = [check for check in facts.get("checks", ()) if check["mode"] == part]
+            rank = facts.get("date", ""), any(" apart" in check["found"] for check in checks)  # ran to its end
+            if checks and (part not in newest or rank >= newest[part][0]):
+                newest[part] = rank, {**facts, "file": file.name}, checks
+    rows = [_gpu_row(part, *newest[part][1:]) for part in PARTS if part in newest]
+    missing = "; ".join(part.removeprefix("sites ") for part in PARTS if part not in newest)
+    return f"""{BEGIN}
+
+## Families on a GPU
+
+Models of real shapes, a few layers deep, with random weights and a vocabulary of 32,000, served by vLLM with CUDA
+graphs and `torch.compile`. Every site of every layer is compared with Transformers on the same GPU, and so is one edit
+at each site. `python -m tests.gpu.check --out DIR --parts "sites gpt_oss;sites phi3"` runs parts, and `python -m
+tools.native_models --gpu` makes this table of the newest result of each.
+
+| part | shape of | layers | smaller | dtype | sites | proved | rows | edits | vLLM | GPU | date | failed |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+- **rows**: the largest ‖a − b‖ / ‖b‖ of a row, b from Transformers. **edits**: the largest difference between the
+  changes of the logits. In bf16 both are medians (of rows, the largest median of a site in a layer), and b is from
+  Transformers in fp32; in brackets are those of Transformers in bf16.
+- **proved**: the sites were also proved on the live model, in every layer; **–**: this was not tried.
+- The published sizes are kept except where *smaller* says otherwise.
+- Not run yet: {missing or "none"}.
+
+{END}"""
+
+
+def _gpu_row(part: str, facts: dict[str, Any], checks: list[dict[str, Any]]) -> str:
+    from tests.gpu.families import PARTS, PROVED
+    from tests.models import SHAPES
+
+    chosen, shape = PARTS[part], SHAPES[PARTS[part].shape]
+    told = " ".join(check["found"] for check in checks)
+    numbers = {name: found[1] if (found := re.search(pattern, told)) else "–" for name, pattern in {
+        "sites": r"(\d+) sites, \d+ places", "rows": r"rows ([\d.e+-]+)", "edits": r"edits ([\d.e+-]+)",
+        "plain rows": r"in bf16: rows ([\d.e+-]+)", "plain edits": r"in bf16: rows \S+ edits ([\d.e+-]+)",
+    }.items()}  # fmt: skip
+    rows, edits = (numbers[name] + (f" ({numbers[f'plain {name}']})" if chosen.dtype == "bfloat16" else "")
+                   for name in ("rows", "edits"))  # fmt: skip
+    proved = [check["holds"] for check in checks if check["check"] == PROVED]
+    failed = [f"{check['check']}: {check['found']}" for check in checks if check["holds"] is False]
+    cells = [part.removeprefix("sites "), shape["of"], chosen.layers, shape.get("reduced", ""), chosen.dtype,
+             numbers["sites"], "–" if not proved else "yes" if all(proved) else "no", rows, edits, facts["vllm"],
+             facts["gpu"].removeprefix("NVIDIA "), f"[{facts['date']}](../benchmarks/results/{facts['file']})",
+             _plain("; ".join(failed))]  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _row(kind: str, name: str, result: dict[str, Any]) -> str:
@@ -174,14 +237,18 @@ def _state(words: tuple[str, ...], result: dict[str, Any]) -> str:
 
 def _plain(text: str) -> str:
     """A reason as a cell of a table, without what every reason says."""
-    text = text.replace("it has no site table, and ", "").replace("|", "/")
+    text = re.sub(r"\s+", " ", text.replace("it has no site table, and ", "").replace("|", "/"))
     return re.sub(r"^(\w+): (no site table for .* derived from its modules|vLLM stopped): ", "", text)[:260]
 
 
 def main() -> None:
-    """Tries model types, or with `--page FILE` writes the page of what lines of an earlier run say."""
+    """Tries model types, or with `--page FILE` and `--gpu` writes the page, or its section, of earlier results."""
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(tried(sys.argv[2])))
+        return
+    if sys.argv[1:2] == ["--gpu"]:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + on_a_gpu() + rest.partition(END)[2])
         return
     if sys.argv[1:2] == ["--page"]:
         lines = [line for file in sys.argv[2:] for line in Path(file).read_text().splitlines()]

@@ -2,7 +2,8 @@
 as they are multiplied, for Transformers.
 
 AWQ and GPTQ keep four bits a weight, a scale for each group of inputs, and zeros; compressed-tensors here keeps eight
-bits, a scale for each output, and quantises what goes in while the model runs.
+bits, a scale for each output, and quantises what goes in while the model runs. NVFP4 keeps floats of four bits, and a
+scale in fp8 for each 16 inputs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ _GROUPS = {"group_0": {
     "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
     "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
 }}  # fmt: skip
+_FLOATS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
+           "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}  # fmt: skip
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+GLOBAL = 1024.0  # NVFP4's scales are divided by it. vLLM merges layers, which is exact where they have one in common
 CONFIGS = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
     "compressed-tensors": {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": _GROUPS,
                            "quantization_status": "compressed", "ignore": ["lm_head"]},
+    "nvfp4": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+              "config_groups": {"group_0": {"targets": ["Linear"], "weights": _FLOATS}},
+              "quantization_status": "compressed"},
 }  # fmt: skip
 
 
@@ -39,9 +47,7 @@ def quantised(model: str, kind: str, packed: Path, plain: Path) -> None:
         if isinstance(module, torch.nn.Linear) and name != "lm_head"
     }
     for name, module in modules.items():
-        parts, module.weight.data = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _channels}[kind](
-            module.weight.data
-        )
+        parts, module.weight.data = PACKERS[kind](module.weight.data)
         tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items()}
     for name, weights in net.named_parameters():
         if name.rpartition(".")[0] not in modules:
@@ -84,6 +90,23 @@ def _channels(weight: torch.Tensor) -> Packed:
     scale = weight.abs().amax(1, keepdim=True) / 127
     q = (weight / scale).round()
     return {"weight": q.to(torch.int8), "weight_scale": scale}, q * scale
+
+
+def nvfp4(weight: torch.Tensor) -> Packed:
+    """Two inputs a byte, the first in its lower half: the sign, and the index of the nearest number of `E2M1`."""
+    w_NGg = weight.reshape(len(weight), -1, 16)
+    scale = (w_NGg.abs().amax(2) / E2M1[-1] * GLOBAL).to(torch.float8_e4m3fn)
+    step = scale.float()[..., None] / GLOBAL
+    numbers = torch.tensor(E2M1)
+    index = torch.bucketize(w_NGg.abs() / step, (numbers[1:] + numbers[:-1]) / 2)
+    q = numbers[index].copysign(w_NGg)
+    pairs = (index + 8 * q.signbit()).to(torch.uint8).reshape(len(weight), -1, 2)
+    parts = {"weight_packed": pairs[..., 0] + 16 * pairs[..., 1], "weight_scale": scale,
+             "weight_global_scale": torch.tensor([GLOBAL])}  # fmt: skip
+    return parts, (q * step).reshape(weight.shape)
+
+
+PACKERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _channels, "nvfp4": nvfp4}
 
 
 def _words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import patchclamp as pc
 
 from ..models import of_family
-from .quantised import quantised
+from .quantised import CONFIGS, nvfp4, quantised
 from .test_families import EAGER, PROMPTS, flat
 from .test_parity import worst_row
 
@@ -99,3 +99,16 @@ def test_keys_and_values_in_fp8(tmp_path_factory):
         assert [run.cached_tokens for run in runs] == [32, 64, 64]
         assert runs[2].token_ids == first.token_ids
         assert runs[2].logprobs == pytest.approx(first.logprobs, abs=1e-5) != pytest.approx(runs[1].logprobs, abs=1e-3)
+
+
+def test_nvfp4_is_unpacked_by_compressed_tensors_to_the_weights_that_it_stands_for():
+    base = pytest.importorskip("compressed_tensors.compressors.nvfp4.base")
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weight = 0.03 * torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
+    parts, meant = nvfp4(weight)
+    weights = QuantizationArgs(**CONFIGS["nvfp4"]["config_groups"]["group_0"]["weights"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    unpacked = base.NVFP4PackedCompressor.decompress(parts, scheme)["weight"]
+    assert torch.equal(unpacked.float(), meant)
+    assert 0.05 < (meant - weight).norm() / weight.norm() < 0.15  # a float of four bits has steps of a quarter or more

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
 import importlib.util
 import json
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,16 @@ def note(mode: str, what: str, held: bool | None, found: str) -> None:
     if FILE is not None:  # whole or not at all: the process may be stopped at any time
         FILE.with_suffix(".new").write_text(json.dumps({**facts(), "checks": RESULTS}, indent=1) + "\n")
         FILE.with_suffix(".new").replace(FILE)
+
+
+@contextlib.contextmanager
+def noted(mode: str, what: str) -> Iterator[None]:
+    """A context that notes an error as a check that does not hold, and goes on."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        note(mode, what, False, f"{type(error).__name__}: {error}"[:600])
 
 
 def facts() -> dict[str, str]:

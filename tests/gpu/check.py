@@ -2,6 +2,7 @@
 
     python -m tests.gpu.check --out DIR               # one GPU
     python -m tests.gpu.check --out DIR --two         # two GPUs
+    python -m tests.gpu.check --out DIR --families    # one GPU: families of real shapes alone
     python -m tests.gpu.check --table FILE.json ...   # several, side by side
 
 Each part runs in a process of its own, several at a time; stock vLLM in others, without the plugin.  Weights are random,
@@ -18,7 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,6 +54,7 @@ TWO = ("tp2 eager", "tp2 graphs", "pp2 eager", "pp2 graphs", "tp2 graphs again",
 ALONE = ("bounded", "v1 bounded", "sleep", "v1 sleep")  # they look at the memory of the whole GPU
 ONE = (*MODES, *BESIDE, *HOW, *(part for part in (*SITES, *KINDS) if part not in TWO), *IMAGES, *RECORDED,
        *ALONE)  # fmt: skip
+FAMILIES = tuple(part for part in SITES if part not in TWO)
 MODELS = {"8b": Path("/tmp/model-8b-4"), "0.6b": Path("/tmp/model-0.6b-4")}
 SMALL = {"parity": Path("/tmp/model-135m-30"), "poison": Path("/tmp/model-135m-3")}
 
@@ -73,7 +74,7 @@ def carry_out(part: str) -> None:
     from tests.gpu.guarantees import found_again, guarantees
 
     model = str(MODELS["0.6b" if "Qwen3" in part else "8b"])
-    try:
+    with board.noted(part, "ran to its end"):
         if part == "models":
             make_models()
         elif part == "kernel":
@@ -104,9 +105,6 @@ def carry_out(part: str) -> None:
                     "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other,
                     "uniform": corners.uniform, "lent": corners.lent, "graded": corners.graded}  # fmt: skip
             does[part.removeprefix("v1 ").removeprefix("tp2 ").split(",")[0]](part, model)
-    except Exception as error:
-        traceback.print_exc()
-        board.note(part, "ran to its end", False, f"{type(error).__name__}: {error}"[:300])
 
 
 def in_a_process(part: str, folder: Path, seconds: float) -> None:
@@ -134,6 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--parts", default=";".join(ONE), help="separated by semicolons")
     parser.add_argument("--two", dest="parts", action="store_const", const=";".join(TWO), help="those for two GPUs")
+    parser.add_argument("--families", dest="parts", action="store_const", const=";".join(FAMILIES), help="all of them")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=3, help="parts that run at the same time")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="of all parts together")
@@ -169,7 +168,7 @@ def main() -> None:
     facts = {**board.facts(), "command": f"python -m tests.gpu.check --parts \"{';'.join(parts)}\"", "parts": parts,
              "seconds": round(time.time() - began)}  # fmt: skip
     checks = [check for each in found for check in each["checks"]]
-    named = {parser.get_default("parts"): "", ";".join(TWO): "-two_gpus"}
+    named = {parser.get_default("parts"): "", ";".join(TWO): "-two_gpus", ";".join(FAMILIES): "-families"}
     some = named.get(args.parts, "-" + parts[0].replace(",", "").replace(" ", "_"))
     file = args.out / f"gpu_check{some}-{facts['vllm']}-{facts['date']}.json"
     file.write_text(json.dumps({**facts, "checks": checks}, indent=1) + "\n")

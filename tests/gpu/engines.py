@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from tests.gpu.board import note
 from tests.models import UNTIMED
 
 PROMPTS = [[(7 * i * i + 13 * i + n) % 30000 + 100 for i in range(n)] for n in (5, 33, 90, 17)]
@@ -97,6 +99,14 @@ def fresh(who: str, mode: str) -> dict[str, str]:
         (place / "vllm" / "modelinfos").symlink_to(COMPILED / "modelinfos")
     return {"VLLM_CACHE_ROOT": f"{place}/vllm", "TORCHINDUCTOR_CACHE_DIR": f"{place}/inductor",
             "TRITON_CACHE_DIR": f"{COMPILED}/triton"}  # fmt: skip
+
+
+def started(part: str, lm: Any, runner: str = "v2") -> None:
+    """Notes whether an engine has the runner and the graphs that are to be checked."""
+    status = lm.engine.status()
+    graphs = status.get("active_graphs", 0)
+    told = f"runner {status['runner']}, {graphs} active sizes {status.get('active_graphs_problem', '')}"
+    note(part, "starts", status["runner"] == runner and graphs > 0, told)
 
 
 def attached(lm) -> object:

@@ -1,4 +1,4 @@
-"""Kinds of engine: LoRA adapters, weights and caches in fp8, drafts; each beside stock vLLM or a plain engine.
+"""Kinds of engine: LoRA adapters, weights in fp8 and NVFP4, caches in fp8, drafts; each beside stock vLLM or a plain engine.
 
 `changed` engine options, and a smaller `model`, are for machines without a GPU.
 """
@@ -21,7 +21,19 @@ from patchclamp.engines.vllm.compat.configuration import DRAFTERS
 from patchclamp.plan.bound import NEVER
 from patchclamp.plan.table import ProgramTable
 from tests.gpu.board import note
-from tests.gpu.engines import BASE, COMPILED, PROMPTS, TOKENS, Stock, apart, attached, bits, fresh, surroundings
+from tests.gpu.engines import (
+    BASE,
+    COMPILED,
+    PROMPTS,
+    TOKENS,
+    Stock,
+    apart,
+    attached,
+    bits,
+    fresh,
+    started,
+    surroundings,
+)
 from tests.gpu.modes import IEEE
 
 PARTS = {
@@ -29,6 +41,7 @@ PARTS = {
     "tp2 lora": "0.6b",
     "fp8": "8b",
     "fp8 cache": "8b",
+    "nvfp4": "8b",
     "ngram": "",
     "v1 ngram": "",
 }  # by part: the shape of its model
@@ -54,14 +67,6 @@ def _options(changed: dict[str, Any], **more: Any) -> dict[str, Any]:
     made = {**copy.deepcopy(BASE), "dtype": "bfloat16", **more}
     made["compilation_config"]["cudagraph_capture_sizes"] = SIZES
     return {**made, **changed}
-
-
-def _started(part: str, lm: Any, runner: str = "v2") -> None:
-    """Notes whether an engine has the runner and the graphs that are to be checked."""
-    status = lm.engine.status()
-    graphs = status.get("active_graphs", 0)
-    told = f"runner {status['runner']}, {graphs} active sizes {status.get('active_graphs_problem', '')}"
-    note(part, "starts", status["runner"] == runner and graphs > 0, told)
 
 
 def _answers(runs: list[Any]) -> list:
@@ -164,7 +169,7 @@ def lora(part: str, model: str, **changed: Any) -> None:
         stock = running.enter_context(Stock(model, options, adapters, **environ, **fresh("stock", part)))
         running.enter_context(surroundings({**environ, **fresh("ours", part)}))
         with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm:
-            _started(part, lm)
+            started(part, lm)
             plain = _stock(part, stock.answer(), lm, adapters)
             different = len({str(run.token_ids) for run in lm.run([PROMPTS[2]] * 3, lora=adapters[:3], **GREEDY)})
             note(part, "adapters matter", different == 3, f"{different} of 3 texts differ")
@@ -268,21 +273,25 @@ def _as_merged(part: str, model: str, adapters: list[str | None], asked: list[di
 
 
 def fp8(part: str, model: str, **changed: Any) -> None:
-    """Weights quantised to fp8 while they are loaded, or keys and values kept in fp8: sites proved, off is stock.
+    """Weights quantised to fp8 while they are loaded, keys and values kept in fp8, or a checkpoint in NVFP4: sites proved,
+    off is stock.
 
     fp8 rounds by the batch, so two exact engines differ. Rows are right if graphs are as near the model without fp8 as an
-    eager engine is, and if rows of generated tokens are nearer to one prefill of them than fp8 is to the model.
+    eager engine is, and if rows of generated tokens are nearer to one prefill of them than fp8 is to the model. NVFP4 is
+    of the weights alone: rows must also be near those of the weights that it stands for.
     """
     import patchclamp as pc
     from patchclamp.proving import prove
 
-    how = {"fp8": {"quantization": "fp8"}, "fp8 cache": {"kv_cache_dtype": "fp8"}}[part]
+    how = {"fp8": {"quantization": "fp8"}, "fp8 cache": {"kv_cache_dtype": "fp8"}, "nvfp4": {}}[part]
+    exact = part == "nvfp4"
+    model, meant = _in_nvfp4(model) if exact else (model, model)
     options = _options({**how, **changed})
     with contextlib.ExitStack() as running:
         stock = running.enter_context(Stock(model, options, None, **fresh("stock", part)))
         running.enter_context(surroundings(fresh("ours", part)))
         with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options) as lm:
-            _started(part, lm)
+            started(part, lm)
             plain = _stock(part, stock.answer(), lm)
             _moves(part, lm)
             asked, sites = _asked(lm), [str(ref) for ref in lm.sites.refs()]
@@ -295,21 +304,33 @@ def fp8(part: str, model: str, **changed: Any) -> None:
             note(part, "idle again after all that, bit for bit", again, "")
         with pc.LM(model, engine="vllm", prove=False, **{**options, "enforce_eager": True}) as eager:
             plainly = [_read(eager.run(PROMPTS, max_tokens=1, **program), sites) for program in asked]
-        del options[next(iter(how))]
-        with pc.LM(model, engine="vllm", prove=False, **{**options, "enforce_eager": True}) as whole:
+        options = {name: value for name, value in options.items() if name not in how} | {"enforce_eager": True}
+        with pc.LM(meant, engine="vllm", prove=False, **options) as whole:
             true = [_read(whole.run(PROMPTS, max_tokens=1, **program), sites) for program in asked]
     scale: dict[str, float] = {}
     for what, graphs, theirs, truth in zip(("captured", "edited"), read, plainly, true, strict=True):
         near, far = _far(graphs, truth, sites), _far(theirs, truth, sites)
         scale = scale or far
-        note(
-            part, f"4 {what}, as near the model without fp8 as an eager engine", _as_near(near, far), _beside(near, far)
-        )
+        right = _as_near(near, far) and (not exact or _near(near, ROUNDED))
+        note(part, f"4 {what}, as near the model without {part[:5]} as an eager engine", right, _beside(near, far))
         note(part, f"  {what}, from an eager engine", None, _told(_far(graphs, theirs, sites)))
     far = _far(*decoded, [site for site in sites if site != "logits"])
-    told = "4 captures of generated tokens are nearer to one prefill of them than fp8 is to the model"
+    scale = dict.fromkeys(scale, NEAR) if exact else scale
+    told = (
+        "4 captures of generated tokens are near one prefill of them: as fp8 is near the model, or to bf16's rounding"
+    )
     note(part, told, bool(far) and all(gap <= scale[word] for word, gap in far.items()),
          _beside(far, {word: scale[word] for word in far}))  # fmt: skip
+
+
+def _in_nvfp4(model: str) -> tuple[str, str]:
+    """A checkpoint of the model in NVFP4, and one of the weights that it stands for."""
+    from tests.engines.quantised import quantised
+
+    packed, plain = (Path(f"{model}-nvfp4-{name}") for name in ("packed", "plain"))
+    if not packed.exists():
+        quantised(model, "nvfp4", packed, plain)
+    return str(packed), str(plain)
 
 
 def _moves(part: str, lm: Any) -> None:
@@ -365,7 +386,7 @@ def drafts(part: str, vocabulary: int = 32_000, dtype: str = "float32", **change
         cut = _read(_runs(plain, programs["few words"], stop_token_ids=stops), sites)
         drawn = {name: _sampled(plain, programs[name]) for name in ("logits", *list(conditions)[:1])}
     with pc.LM(model, engine="vllm", prove=False, allow_code=True, speculative_config=how, **options) as lm:
-        _started(part, lm, runner)
+        started(part, lm, runner)
         n_grams_ahead = version("vllm") >= "0.33"  # 0.32 schedules n-grams one step after the other on V2, too
         expected = runner == "v2" and (how["method"] != "ngram" or n_grams_ahead)
         ahead = attached(lm)._most_ahead > 0
