@@ -534,9 +534,9 @@ GRANITE_HYBRID_EXPERTS = without(
      "neurons": "its experts run in one fused kernel beside a shared MLP",
      "router": "its router is inside the module that runs its experts"},
 )  # fmt: skip
-_NORMED_IN_KERNEL = "on a GPU, vLLM norms and rotates them in one kernel, so no module returns them"
 QWEN3_NEXT = without(
-    LLAMA, "qwen3_next", "Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM", dict.fromkeys("qk", _NORMED_IN_KERNEL),
+    LLAMA, "qwen3_next", "Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM",
+    dict.fromkeys("qk", "on a GPU, vLLM norms and rotates them in one kernel, so no module returns them"),
     **{word: point for word, point in in_attention_layers(LLAMA.points).items() if word not in "qk"} | {
         "z": sharded(Tap(ATTENTION + ".o_proj", "in"), layers="attention"),
         "v": sharded(Tap(ATTENTION + ".v_proj", "out"),
