@@ -28,7 +28,7 @@ COUNTS: dict[Size, str] = {"D": "D", "V": "V", "Q": "H·E", "K": "K·E", "Z": "H
 UNTRIED = {
     "Qwen3NextForCausalLM": "Proved on both engines, but compared in bfloat16 alone: vLLM's kernels of linear "
                             "attention for CPUs take nothing else",
-    "Qwen3_5ForCausalLM": "Of Qwen3_5ForCausalLM the Transformers side alone was run: vLLM's class imports "
+    "Qwen3_5ForCausalLM": "Of Qwen3.5 the Transformers side alone was run in full: vLLM's classes import "
                           "torchvision, which a CPU build has not",
     "MiniMaxM2ForCausalLM": "Its tensors were compared on no machine: vLLM's router for CPUs takes no sigmoid without "
                             "groups. Each side was proved alone, vLLM's with a softmax",
