@@ -282,6 +282,10 @@ MORE: dict[str, tuple[str, dict]] = {
     "qwen3_5": ("qwen3_5_text", dict(
         _GROUPED, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=2, linear_num_value_heads=4,
         layer_types=["linear_attention", "full_attention", "linear_attention"])),
+    "qwen3_5_moe": ("qwen3_5_moe_text", dict(
+        _EXPERTS, num_experts=4, shared_expert_intermediate_size=64, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_num_key_heads=2, linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention"])),
     "granite_hybrid_experts": ("granitemoehybrid", dict(
         _NO_HEAD_DIM, layer_types=["mamba", "attention", "mamba"], num_local_experts=4, num_experts_per_tok=2,
         shared_intermediate_size=64, mamba_n_heads=8, mamba_d_state=16, mamba_d_head=32, residual_multiplier=0.22,

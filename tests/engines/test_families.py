@@ -56,7 +56,7 @@ LACKS = dict.fromkeys(FAMILIES | MORE, ROUTER) | {
     "gemma4": ROUTER | UNLIKE, "gemma4_wide": ROUTER | UNLIKE | {"neurons": "twice as wide"},
     "gemma4_moe": MIXER | UNLIKE | {"mlp_in": "own norm"},
     "falcon_h1": {"router": "no experts"}, "jamba": {},
-    "mamba2": NO_ATTENTION | NO_MLP, "qwen3_next": dict.fromkeys("qk", "in one kernel"),
+    "mamba2": NO_ATTENTION | NO_MLP, "qwen3_next": dict.fromkeys("qk", "in one kernel"), "qwen3_5_moe": dict.fromkeys("qk", "in one kernel"),
     "qwen3_5": dict.fromkeys("qk", "in one kernel") | {"router": "no layer has experts"},
     "nemotron_h_experts": {"resid_mid": "mixer"},
     "granite_hybrid_experts": {"mlp_out": "outside any module", "neurons": "fused kernel", "router": "inside"},
@@ -71,6 +71,7 @@ OPTIONS = {"deepseek_v2": PLAIN_CODE, "deepseek_v3": PLAIN_CODE}
 TRANSFORMERS_ALONE = {
     "qwen3_next": "its kernels of linear attention for CPUs take bfloat16 alone",
     "qwen3_5": "it imports torchvision, which a CPU build of PyTorch has not",
+    "qwen3_5_moe": "it imports torchvision, which a CPU build of PyTorch has not",
     "nemotron_h_experts": "it has no kernel for CPUs of experts without a gate",
     "jamba": "it has no kernel for CPUs of the first Mamba's state space",
     "minimax_m2": "its router for CPUs takes a sigmoid of groups alone",
@@ -83,7 +84,7 @@ ALL = "PATCHCLAMP_FAMILIES" in os.environ
 LATER = [name for name in MORE if name not in TRANSFORMERS_ALONE] if ALL else FEW
 # layers with a state, or that share keys and values
 WHOLE = {"granite_hybrid", "granite_hybrid_experts", "nemotron_h", "nemotron_h_experts", "falcon_h1", "jamba", "mamba2",
-         "qwen3_next", "qwen3_5", "gemma4_wide"}  # fmt: skip
+         "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4_wide"}  # fmt: skip
 EPS = float(np.finfo(np.float32).eps)
 
 

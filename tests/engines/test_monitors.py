@@ -228,7 +228,7 @@ def test_on_transformers_they_are_part_of_every_program(tiny, lm):
         ([probe("p", pc.resid_post[3], 1)], {}, "layer"),
         ([probe("p", pc.logits, 1)], {}, r"weight|per-token"),
         ([probe("p", pc.resid_post[0], 1), probe("p", pc.resid_post[1], 1)], {}, "'p'"),
-        ([pc.Probe(np.ones(D), pc.z[0], name="p")], {"tensor_parallel_size": 2}, "whole"),
+        ([pc.Probe(np.ones(D), pc.z[0], name="p")], {"tensor_parallel_size": 2}, "split"),
         ([3], {}, "expected a Probe"),
         (PROBES, {"numerics": "stock"}, "stock"),
     ],

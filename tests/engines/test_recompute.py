@@ -180,7 +180,7 @@ def test_a_model_on_which_it_would_be_wrong_is_computed_whole(folder, both, monk
     with pc.LM(folder, **IDS) as lm:
         runs = lm.run([PROMPT] * 10, max_tokens=2, edits=edits, logprobs=True)
         assert all(run.computed_from is None for run in runs)
-        assert ("something else" if wrong == "error" else "off") in lm.engine.whole_because
+        assert ("something else" if wrong == "error" else "differ") in lm.engine.whole_because
         assert [line.getMessage().count(lm.engine.whole_because) for line in caplog.records] == [1]
         assert [finding.status for finding in lm.engine.report()] == ["note"]
         again = lm.run([PROMPT] * 10, max_tokens=2, edits=edits, logprobs=True)

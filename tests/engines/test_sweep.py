@@ -179,7 +179,7 @@ def test_the_other_studies_are_the_same_on_both_engines(engines):
         (dict(sites=["resid_prey"]), pc.UnknownName, "sites[0]: unknown site 'resid_prey' (did you mean 'resid_pre'"),
         (dict(layers=[31]), pc.UnsupportedSite, "(0..29)"),
         (dict(positions=[pc.span("Eiffel")]), pc.TokensError, 'positions[0]: span("Eiffel"): not in the prompt'),
-        (dict(positions=[40]), pc.TokensError, "there is no position 40"),
+        (dict(positions=[40]), pc.TokensError, "position 40"),
         (dict(clean="Paris", corrupt="It was in ancient Rome"), pc.TokensError, "positions: "),
     ],
 )

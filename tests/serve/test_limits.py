@@ -37,7 +37,7 @@ def test_numerics_are_stocks_unless_asked_for_and_part_of_the_key(model):
         ({"serve": {"body": 5}}, EngineError, "unknown field `body`"),
         ({"serve": {"body_bytes": "many"}}, EngineError, "Expected `int`"),
         ({"serve": {"run_ttl_s": 0}}, EngineError, "run_ttl_s"),
-        ({"numerics": "stok"}, UnknownName, "no numerics 'stok' .did you mean 'stock'"),
+        ({"numerics": "stok"}, UnknownName, "'stok' .did you mean 'stock'"),
         ({"server": {}}, UnknownName, "did you mean 'serve'"),
     ],
 )
