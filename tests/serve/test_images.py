@@ -78,9 +78,8 @@ def test_an_image_whose_request_was_refused_is_taken_the_next_time(server, strea
     """vLLM sends an engine core each image once; this one was made ready for a request that never got there."""
     number = 10 + stream
     status, told = ask(server, number, [{**EDIT, "tokens": "image[1]"}], stream=stream)
-    assert (status, told["error"]["message"]) == (
-        400, "patchclamp.edits[0].tokens: image[1]: image out of range"
-    )  # fmt: skip
+    assert status == 400
+    assert told["error"]["message"].startswith("patchclamp.edits[0].tokens: image[1]: ")
     plain, edited = ask(server, number), ask(server, number, [EDIT])
     assert logprobs(plain) != pytest.approx(logprobs(edited), abs=0.05)
 
