@@ -317,6 +317,10 @@ UNTABLED: dict[str, tuple[str, dict]] = {
 _SEEN = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, image_size=28,
              patch_size=14)  # fmt: skip
 _QWEN_SEEN = dict(depth=1, num_heads=2, patch_size=14)
+_QWEN3_SEEN = dict(_QWEN_SEEN, hidden_size=32, out_hidden_size=128, intermediate_size=64, patch_size=16,
+                   num_position_embeddings=16)  # fmt: skip
+_GEMMA4_SEEN = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+                    num_hidden_layers=1)  # fmt: skip
 
 
 def _turned(*sections: int, **more) -> dict:
@@ -324,6 +328,7 @@ def _turned(*sections: int, **more) -> dict:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections), **more}}
 
 
+_QUARTER_TURNED = _turned(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.25)
 MULTIMODAL: dict[str, tuple[str, dict, dict]] = {
     "gemma3": ("Gemma3", dict(_GROUPED, query_pre_attn_scalar=32, sliding_window=8), _SEEN),
     "llama4": ("Llama4", MORE["llama4"][1],
@@ -335,10 +340,20 @@ MULTIMODAL: dict[str, tuple[str, dict, dict]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", dict(_GROUPED, **_turned(4, 6, 6)),
                    dict(_QWEN_SEEN, hidden_size=32, out_hidden_size=128, intermediate_size=64)),
     "qwen3_vl": ("Qwen3VL", dict(_GROUPED, **_turned(6, 5, 5, mrope_interleaved=True)),
-                 dict(_QWEN_SEEN, hidden_size=32, out_hidden_size=128, intermediate_size=64, patch_size=16,
-                      num_position_embeddings=16, deepstack_visual_indexes=[0])),
+                 dict(_QWEN3_SEEN, deepstack_visual_indexes=[0])),
+    "qwen3_vl_moe": ("Qwen3VLMoe", dict(_EXPERTS, num_experts=4, mlp_only_layers=[1], norm_topk_prob=True,
+                                        **_turned(6, 5, 5, mrope_interleaved=True)) | {"moe_intermediate_size": 32},
+                     dict(_QWEN3_SEEN, deepstack_visual_indexes=[0])),
+    "qwen3_5": ("Qwen3_5", dict(MORE["qwen3_5"][1], **_QUARTER_TURNED), _QWEN3_SEEN),
+    "qwen3_5_moe": ("Qwen3_5Moe", dict(MORE["qwen3_5_moe"][1], **_QUARTER_TURNED), _QWEN3_SEEN),
+    "gemma4": ("Gemma4", MORE["gemma4"][1], _GEMMA4_SEEN),
+    "gemma4_moe": ("Gemma4", MORE["gemma4_moe"][1], _GEMMA4_SEEN),
+    "gemma4_unified": ("Gemma4Unified", _LAYERED,
+                       dict(patch_size=14, mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=128)),
 }  # fmt: skip
 _IMAGE_TOKENS = {"image_token_index": 509, "boi_token_index": 507, "eoi_token_index": 508, "mm_tokens_per_image": 4}
+_GEMMA4_TOKENS = {"image_token_id": 509, "boi_token_id": 507, "eoi_token_id": 508, "video_token_id": 506,
+                  "boa_token_id": 505, "eoa_token_index": 504, "audio_token_id": 503}  # fmt: skip
 _QWEN_TOKENS = {"image_token_id": 509, "video_token_id": 508, "vision_start_token_id": 507, "vision_end_token_id": 506}
 
 
@@ -349,15 +364,19 @@ def that_reads_images(folder: Path, name: str, seed: int = 0):
     from safetensors.torch import load_file, save_file
 
     stem, text, seen = MULTIMODAL[name]
-    tokens = _QWEN_TOKENS if "qwen" in name else _IMAGE_TOKENS if name == "gemma3" else {"image_token_index": 509}
+    families = {"qwen": _QWEN_TOKENS, "gemma3": _IMAGE_TOKENS, "gemma4": _GEMMA4_TOKENS}
+    tokens = next((ids for word, ids in families.items() if name.startswith(word)), {"image_token_index": 509})
     config = getattr(transformers, f"{stem}Config")(text_config=text, vision_config=seen, **tokens)
     torch.manual_seed(seed)
     net = getattr(transformers, f"{stem}ForConditionalGeneration")(config)
     randomise(net)
     net.save_pretrained(folder)
-    if name == "gemma3":  # as its checkpoints on the hub, and vLLM, call them
+    if name in ("gemma3", "qwen3_vl_moe"):  # as in the checkpoints on the hub, which vLLM reads
         path = folder / "model.safetensors"
-        weights = {key.replace("vision_tower.", "vision_tower.vision_model."): w for key, w in load_file(path).items()}
+        weights = {
+            key.replace("vision_tower.", "vision_tower.vision_model."): w.mT.contiguous() if ".experts." in key else w
+            for key, w in load_file(path).items()
+        }
         save_file(weights, path, {"format": "pt"})
     return net
 

@@ -28,8 +28,7 @@ COUNTS: dict[Size, str] = {"D": "D", "V": "V", "Q": "H·E", "K": "K·E", "Z": "H
 UNTRIED = {
     "Qwen3NextForCausalLM": "Proved on both engines, but compared in bfloat16 alone: vLLM's kernels of linear "
                             "attention for CPUs take nothing else",
-    "Qwen3_5ForCausalLM": "Of Qwen3.5 the Transformers side alone was run in full: vLLM's classes import "
-                          "torchvision, which a CPU build has not",
+    "Qwen3_5ForCausalLM": "On a CPU, vLLM ran the two Qwen3.5 classes as decoders of their multimodal classes",
     "MiniMaxM2ForCausalLM": "Its tensors were compared on no machine: vLLM's router for CPUs takes no sigmoid without "
                             "groups. Each side was proved alone, vLLM's with a softmax",
     "NemotronHForCausalLM": "Layers with experts were run on Transformers alone: vLLM has no kernel for CPUs of "
@@ -82,7 +81,7 @@ def page() -> str:
 
 def _classes(family: Family) -> str:
     """The classes with a family's table, and the models that also read images and whose decoder has it."""
-    within = [name for name, decoder in DECODERS.items() if decoder.family is family]
+    within = [name for name, decoder in DECODERS.items() if decoder.architecture in family.architectures]
     return ", ".join(family.architectures) + (f"; the decoder of {', '.join(within)}" if within else "")
 
 

@@ -56,8 +56,9 @@ LACKS = dict.fromkeys(FAMILIES | MORE, ROUTER) | {
     "gemma4": ROUTER | UNLIKE, "gemma4_wide": ROUTER | UNLIKE | {"neurons": "twice as wide"},
     "gemma4_moe": MIXER | UNLIKE | {"mlp_in": "own norm"},
     "falcon_h1": {"router": "no experts"}, "jamba": {},
-    "mamba2": NO_ATTENTION | NO_MLP, "qwen3_next": dict.fromkeys("qk", "in one kernel"), "qwen3_5_moe": dict.fromkeys("qk", "in one kernel"),
+    "mamba2": NO_ATTENTION | NO_MLP, "qwen3_next": dict.fromkeys("qk", "in one kernel"),
     "qwen3_5": dict.fromkeys("qk", "in one kernel") | {"router": "no layer has experts"},
+    "qwen3_5_moe": dict.fromkeys("qk", "in one kernel") | {"neurons": "all layers have experts"},
     "nemotron_h_experts": {"resid_mid": "mixer"},
     "granite_hybrid_experts": {"mlp_out": "outside any module", "neurons": "fused kernel", "router": "inside"},
     "hunyuan_v1_moe": FUSED, "minimax_m2": FUSED | dict.fromkeys("qk", "inside attention"),
@@ -71,7 +72,7 @@ OPTIONS = {"deepseek_v2": PLAIN_CODE, "deepseek_v3": PLAIN_CODE}
 TRANSFORMERS_ALONE = {
     "qwen3_next": "its kernels of linear attention for CPUs take bfloat16 alone",
     "qwen3_5": "it imports torchvision, which a CPU build of PyTorch has not",
-    "qwen3_5_moe": "it imports torchvision, which a CPU build of PyTorch has not",
+    "qwen3_5_moe": "as qwen3_5",
     "nemotron_h_experts": "it has no kernel for CPUs of experts without a gate",
     "jamba": "it has no kernel for CPUs of the first Mamba's state space",
     "minimax_m2": "its router for CPUs takes a sigmoid of groups alone",
@@ -361,16 +362,22 @@ def test_edges_are_refused_where_a_layer_ends_with_a_factor(tmp_path):
 
 @pytest.mark.skipif(not ALL, reason="make families runs it")
 def test_qwen3_next_is_proved_on_vllm_in_the_dtype_that_it_runs_in(tmp_path):
-    folder, dtype = of_family(tmp_path, "qwen3_next"), {**IDS, "dtype": "bfloat16"}
+    is_proved_in_bfloat16(of_family(tmp_path, "qwen3_next"))
+
+
+def is_proved_in_bfloat16(folder: str, **options) -> None:
+    dtype: dict[str, Any] = {**IDS, "dtype": "bfloat16"}
     with (
         pc.LM(folder, engine="transformers", prove=False, **dtype) as hub,
-        pc.LM(folder, engine="vllm", **dtype, **EAGER) as lm,
+        pc.LM(folder, engine="vllm", **dtype, **EAGER, **options) as lm,
     ):
         assert lm.sites.names == hub.sites.names
         assert lm.sites.withdrawn == {}
         ours, theirs = (m.run(PROMPTS[0], max_tokens=1, capture=lm.sites.names) for m in (lm, hub))
         for place in map(str, lm.sites.refs()):
-            assert worst_row(flat(ours[place]), flat(theirs[place])) <= 0.25, place  # another tensor's would be 1 away
+            a, b = flat(ours[place]), flat(theirs[place])
+            # over all rows, since one may be a small sum of large numbers; another site's tensors are at least 0.14 away
+            assert (a - b).norm() <= 0.12 * b.norm(), place
 
 
 @pytest.mark.slow

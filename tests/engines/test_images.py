@@ -30,15 +30,15 @@ class Seen(NamedTuple):
     plain: PlainReader
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory, inspected_here, _torchvision):
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)])
+def seen(request, tmp_path_factory, inspected_here, _torchvision):
     """Qwen3-VL: positions of three kinds (M-RoPE), and image features that are added again after the first layer."""
     from vllm.model_executor.models.qwen3_vl import Qwen3VLProcessingInfo
 
-    folder = tmp_path_factory.mktemp("qwen3_vl")
-    that_reads_images(folder, "qwen3_vl")
+    folder = tmp_path_factory.mktemp(request.param)
+    net = that_reads_images(folder, request.param)
     processor = with_qwen_processor(folder, "qwen3_vl")
-    plain = PlainReader(folder, "Qwen3VLForConditionalGeneration", processor.image_processor)
+    plain = PlainReader(folder, type(net).__name__, processor.image_processor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Qwen3VLProcessingInfo, "get_hf_processor", lambda *_, **__: processor)
         patch.setattr(Qwen3VLProcessingInfo, "get_video_processor", lambda *_, **__: processor.video_processor)

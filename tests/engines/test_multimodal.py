@@ -21,18 +21,37 @@ from ..gpu.engines import attached
 from ..models import MULTIMODAL, gemma_pictures, that_reads_images, with_gemma_processor
 from ..reference.images import PlainReader
 from .test_admission import raw, scaled
-from .test_families import EAGER, IDS, PROMPTS, SAMPLED, Pair, every_edit_is_equal, flat, rows_are_equal
+from .test_families import (
+    EAGER,
+    IDS,
+    LACKS,
+    PROMPTS,
+    ROUTER,
+    SAMPLED,
+    Pair,
+    every_edit_is_equal,
+    flat,
+    is_proved_in_bfloat16,
+    rows_are_equal,
+)  # fmt: skip
 from .test_parity import worst_row
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("inspected_here", "_torchvision")]
 NO_IMAGES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 # text decoders of their own, which compute the same
 ALONE = {"gemma3": "Gemma3", "llama4": "Llama4", "mistral3": "Mistral", "qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2",
-         "qwen3_vl": "Qwen3"}  # fmt: skip
-KINDS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral", "qwen3_vl": "qwen3"}
+         "qwen3_vl": "Qwen3", "qwen3_vl_moe": "Qwen3Moe", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe",
+         "gemma4": "Gemma4", "gemma4_moe": "Gemma4", "gemma4_unified": "Gemma4"}  # fmt: skip
+KINDS = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral", "qwen3_vl": "qwen3",
+         "qwen3_vl_moe": "qwen3_moe", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+         "gemma4": "gemma4_text", "gemma4_moe": "gemma4_text", "gemma4_unified": "gemma4_text"}  # fmt: skip
+TABLES = {"qwen3_vl_moe": "qwen3_moe", "gemma4_unified": "gemma4"}  # families of other names
 
 
-@pytest.fixture(scope="module", params=["gemma3", "llama4", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(
+    scope="module",
+    params=["gemma3", "llama4", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma4", "gemma4_moe", "gemma4_unified"],
+)
 def pair(request, tmp_path_factory, inspected_here, _torchvision):
     """Gemma 3 takes images, and so embeds tokens before the model runs; the others are started for text alone."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -49,7 +68,7 @@ def pair(request, tmp_path_factory, inspected_here, _torchvision):
 
 
 def test_every_site_is_proved_and_equal(pair):
-    lacks = {"router", "mixer_out"} | ({"q", "k"} if pair.name == "llama4" else set())
+    lacks = LACKS.get(TABLES.get(pair.name, pair.name), ROUTER)
     names = [name for name in SITES if name not in lacks]
     assert pair.lm.sites.names == pair.hub.sites.names == names
     assert pair.lm.sites.withdrawn == pair.hub.sites.withdrawn == {}
@@ -58,6 +77,12 @@ def test_every_site_is_proved_and_equal(pair):
 
 def test_every_edit_moves_the_logits_as_on_transformers(pair):
     every_edit_is_equal(pair)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_linear_attention_is_proved_in_the_dtype_that_it_runs_in(name, tmp_path):
+    that_reads_images(tmp_path, name)
+    is_proved_in_bfloat16(str(tmp_path), **NO_IMAGES)
 
 
 def test_graphs_of_the_decoder_are_the_engines(pair):
@@ -101,7 +126,8 @@ def test_the_decoder_is_that_of_text_alone(name, tmp_path):
     config = net.config.get_text_config().to_dict()
     for key in ("model_type", "architectures", "rope_parameters"):
         rope = config.pop(key, None)
-    if "qwen" not in name:
+    config["tie_word_embeddings"] = net.config.tie_word_embeddings
+    if "qwen" not in name or "qwen3_5" in name:
         config["rope_parameters"] = rope
     alone = getattr(transformers, f"{ALONE[name]}ForCausalLM")(
         transformers.CONFIG_MAPPING[KINDS.get(name, "qwen2")](**config)
@@ -195,10 +221,10 @@ def test_a_program_that_was_bound_without_the_images_is_refused(pair):
     assert by_name["text"].receipt == receipt_of(scaled("text"))
 
 
-@pytest.mark.parametrize("pair", ["llama4"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama4", "gemma4"], indirect=True)
 def test_images_that_were_not_tried_are_refused_by_name(pair):
     picture = {"prompt_token_ids": [5, 6, 509], "multi_modal_data": shown(0, 0)["multi_modal_data"]}
-    with pytest.raises(pc.ProgramError, match="Llama4ForConditionalGeneration"):
+    with pytest.raises(pc.ProgramError, match=f"{MULTIMODAL[pair.name][0]}ForConditionalGeneration"):
         pair.lm.run(picture, max_tokens=1)
 
 

@@ -620,22 +620,27 @@ class Decoder(NamedTuple):
     """The text decoder of a multimodal model class.
 
     model_type: `model_type` of the decoder's config
-    family: its table's family
+    architecture: the class of a text model with the same table
     below: the path of its base model on Transformers
     """
 
     model_type: str
-    family: Family
+    architecture: str
     below: str = "model.language_model"
 
 
 DECODERS: dict[str, Decoder] = {
-    "Gemma3ForConditionalGeneration": Decoder("gemma3_text", GEMMA3),
-    "Llama4ForConditionalGeneration": Decoder("llama4_text", LLAMA4, "language_model.model"),
-    "Mistral3ForConditionalGeneration": Decoder("mistral", LLAMA),
-    "Qwen2VLForConditionalGeneration": Decoder("qwen2_vl_text", LLAMA),
-    "Qwen2_5_VLForConditionalGeneration": Decoder("qwen2_5_vl_text", LLAMA),
-    "Qwen3VLForConditionalGeneration": Decoder("qwen3_vl_text", QWEN3),
+    "Gemma3ForConditionalGeneration": Decoder("gemma3_text", "Gemma3ForCausalLM"),
+    "Gemma4ForConditionalGeneration": Decoder("gemma4_text", "Gemma4ForCausalLM"),
+    "Gemma4UnifiedForConditionalGeneration": Decoder("gemma4_unified_text", "Gemma4ForCausalLM"),
+    "Llama4ForConditionalGeneration": Decoder("llama4_text", "Llama4ForCausalLM", "language_model.model"),
+    "Mistral3ForConditionalGeneration": Decoder("mistral", "MistralForCausalLM"),
+    "Qwen2VLForConditionalGeneration": Decoder("qwen2_vl_text", "Qwen2ForCausalLM"),
+    "Qwen2_5_VLForConditionalGeneration": Decoder("qwen2_5_vl_text", "Qwen2ForCausalLM"),
+    "Qwen3VLForConditionalGeneration": Decoder("qwen3_vl_text", "Qwen3ForCausalLM"),
+    "Qwen3VLMoeForConditionalGeneration": Decoder("qwen3_vl_moe_text", "Qwen3MoeForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": Decoder("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration": Decoder("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
 
 
@@ -667,7 +672,7 @@ def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family
     for name in architectures or ():
         decoder = DECODERS.get(name)
         if decoder and getattr(config, "model_type", decoder.model_type) == decoder.model_type:
-            return within(decoder, name)
+            return within(decoder, family_of([decoder.architecture], config), name)
     tabled = sorted(name for family in FAMILIES for name in family.architectures)
     raise ModelError(f"no site table for {list(architectures or ())}; available: {', '.join(tabled)}")
 
@@ -681,8 +686,8 @@ def _unmet(family: Family, config: Any) -> str:
     return ""
 
 
-def within(decoder: Decoder, architecture: str) -> Family:
-    """A decoder's site table, with module paths rebased onto its multimodal model."""
+def within(decoder: Decoder, family: Family, architecture: str) -> Family:
+    """A text model's site table for a decoder, with module paths rebased onto its multimodal model."""
     beside = decoder.below.removesuffix("model") if decoder.below.endswith(".model") else ""  # prefix of `lm_head`
 
     def moved(tap: Tap, below: str) -> Tap:
@@ -694,6 +699,6 @@ def within(decoder: Decoder, architecture: str) -> Family:
         name: msgspec.structs.replace(
             kind, transformers=moved(kind.transformers, decoder.below), vllm=moved(kind.vllm, "language_model.model")
         )
-        for name, kind in decoder.family.points.items()
+        for name, kind in family.points.items()
     }
-    return msgspec.structs.replace(decoder.family, architectures=(architecture,), points=points)
+    return msgspec.structs.replace(family, architectures=(architecture,), points=points)
