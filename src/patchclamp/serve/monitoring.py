@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import glob
 import json
 import logging
 import queue
@@ -36,6 +37,7 @@ BUCKETS = (-100.0, -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.01, 0.03, 0.1, 0
 MAX_QUEUED = 1 << 22  # numbers that wait to be written; tokens beyond are dropped, and counted
 FLUSH_ROWS = 1 << 14  # of a row group of a Parquet file
 FLUSH_NUMBERS = 1 << 20  # of a row group, for probes with many outputs
+DIGITS = 6  # of the number of a file
 COLUMNS = ("time", "request", "choice", "position", "token")  # of the log, beside the probes
 logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 
@@ -211,7 +213,8 @@ class ScoreLog:
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._put, self._got = 0, 0  # numbers that were queued, and that were taken from the queue
         self._unwritten = 0  # tokens that were taken from the queue and are not on disk yet
-        self._files: deque[Path] = deque(sorted(path.parent.glob(f"{self._path.stem}-[0-9]*{path.suffix}")))
+        own = f"{glob.escape(self._path.stem)}-{'[0-9]' * DIGITS}{path.suffix}"  # other files stay
+        self._files: deque[Path] = deque(sorted(path.parent.glob(own)))
         self._thread = threading.Thread(target=self._write, name="patchclamp scores", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -251,7 +254,7 @@ class ScoreLog:
 
     def _next_file(self) -> Path:
         number = 1 + (int(self._files[-1].stem.rpartition("-")[2]) if self._files else 0)
-        self._files.append(self._path.with_stem(f"{self._path.stem}-{number:06}"))
+        self._files.append(self._path.with_stem(f"{self._path.stem}-{number:0{DIGITS}}"))
         while len(self._files) > self._asked.files:
             self._files.popleft().unlink(missing_ok=True)
         return self._files[-1]
