@@ -653,19 +653,18 @@ class LM:
         return found
 
     def probes(self, runs: Iterable[Run]) -> dict[str, Rows]:
-        """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, in one
-        engine call a probe. Raises as `rows` does."""
+        """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, [R, k]
+        or [R, L, k] for several layers, in one engine call a layer. Raises as `rows` does."""
         runs = _distinct(runs)
         found, kinds = self._monitored(runs), kinds_of(runs)
         for name, probe in runs[0].program.probes.items() if runs else ():
-            [ref, *others] = self.sites.resolve(probe.at)
-            if others:
-                raise ProgramError(f"probe {name!r} reads several layers: use run.probes[{name!r}]", name)
-            rows, pool = self._gathered(runs, kinds, ref, name)
-            values = rows.values if probe.bias is None else rows.values + probe.bias.array()
-            rows = msgspec.structs.replace(rows, values=values)
-            rows = pooled_by_run(rows, pool, len(runs), name) if pool else rows
-            found[name] = msgspec.structs.replace(rows, values=np.asarray(activated(rows.values, probe.activation)))
+            layers = [self._gathered(runs, kinds, ref, name)[0] for ref in self.sites.resolve(probe.at)]
+            rows = msgspec.structs.replace(layers[0], values=np.stack([each.values for each in layers], 1))
+            if probe.bias is not None:
+                rows = msgspec.structs.replace(rows, values=rows.values + probe.bias.array())
+            rows = pooled_by_run(rows, probe.pool, len(runs), name) if probe.pool else rows
+            values = np.asarray(activated(rows.values, probe.activation))
+            found[name] = msgspec.structs.replace(rows, values=values if is_stacked(probe.at) else values[:, 0])
         return found
 
     def _monitored(self, runs: Sequence[Run]) -> dict[str, Rows]:
@@ -676,8 +675,9 @@ class LM:
         counts, joined = [len(rows) for rows in products], np.concatenate(products)
         run = np.repeat(np.arange(len(runs)), counts)
         position = np.concatenate([np.arange(count) for count in counts])
-        return {each.probe.name: Rows(each.scores(joined), run, position)
-                for each in self.engine.monitors if not is_stacked(each.probe.at)}  # fmt: skip
+        scores = [(each.probe, each.scores(joined)) for each in self.engine.monitors]
+        return {probe.name: Rows(of.swapaxes(0, 1) if is_stacked(probe.at) else of, run, position)
+                for probe, of in scores}  # fmt: skip
 
     def _gathered(
         self, runs: Sequence[Run], kinds: tuple[list[int], np.ndarray], ref: SiteRef, probe: str = ""

@@ -81,7 +81,7 @@ def test_scores_are_those_of_a_programs_probes(lm):
     assert any(run.cached_tokens for run in runs)
     assert lm.engine.status()["preemptions"] > before
     rows = lm.probes(runs)
-    assert set(rows) == {each.name for each in PROBES} - {"layers"}
+    assert set(rows) == {each.name for each in PROBES}
     assert np.array_equal(rows["mlp"].values, np.concatenate([run.probes["mlp"] for run in runs]))
     assert rows["mlp"].run.tolist() == [i for i, run in enumerate(runs) for _ in run.probe_positions("mlp")]
 
