@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from patchclamp.engines.base import Monitor
 from patchclamp.engines.vllm.async_engine import AsyncEngine
-from patchclamp.engines.vllm.monitors import Choices, MonitorLog, columns_of
+from patchclamp.engines.vllm.monitors import Choices, MonitoredRun, MonitorLog, columns_of
 from patchclamp.engines.vllm.server import ProbeLog
 from patchclamp.errors import ProgramError
 from patchclamp.serve.capture_files import data_event, finite
@@ -47,7 +47,7 @@ class MonitoredCall:
 
     def __init__(self, log: MonitorLog) -> None:
         self._log, self._next = log, 0
-        self._runs: list[tuple[int, Choices]] = []  # with the index of the first choice of each engine request
+        self._runs: dict[int, tuple[Choices, int]] = {}  # of each choice: those of its engine request, its index there
 
     def enter(self, request: str, choices: int, first: int | None = None) -> str:
         """Collect the scores of an engine request, and return the name to submit it under: clients may give several
@@ -57,18 +57,22 @@ class MonitoredCall:
         self._next = first + choices
         name = f"{request}-{secrets.token_hex(8)}"
         runs = self._log.runs[name] = Choices()
-        self._runs.append((first, runs))
+        self._runs |= {first + index: (runs, index) for index in range(choices)}
         return name
 
-    def news(self) -> dict[int, dict[str, Any]]:
-        """The scores since the last call, by choice, in the form of a response."""
-        found = dict[int, dict[str, Any]]()
-        for first, runs in self._runs:
-            for index, run in runs.items():
-                begin, products = run.news()
-                if len(products):
-                    found[first + index] = as_json(self._log.monitors, begin, products)
-        return found
+    def limit(self, choice: int, end: int) -> None:
+        """Hold back the scores of a choice from position `end` on."""
+        runs, index = self._runs[choice]
+        runs.setdefault(index, MonitoredRun()).end = end
+
+    def _add_to(self, choice: dict[str, Any]) -> None:
+        """Add the scores since the last call to a choice of the response. Of a probe that its program has too, the
+        program's are there already."""
+        runs, index = self._runs.get(choice["index"], (Choices(), 0))
+        begin, products = runs.setdefault(index, MonitoredRun()).news()
+        if len(products):
+            own = choice.setdefault("patchclamp", {})
+            own["probes"] = as_json(self._log.monitors, begin, products) | own.get("probes", {})
 
     async def told(self, response: Response) -> Response:
         """A response with the scores of its choices."""
@@ -78,25 +82,21 @@ class MonitoredCall:
             return response
         if response.status_code != 200 or not isinstance(response, JSONResponse):
             return response
-        body, news = json.loads(bytes(response.body)), self.news()
+        body = json.loads(bytes(response.body))
         for choice in body.get("choices", ()):
-            _add(choice, news.get(choice["index"]))
+            self._add_to(choice)
         headers = {name: value for name, value in response.headers.items() if name.startswith("endpoint-load")}
         return JSONResponse(body, headers=headers)
 
     async def _told(self, chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-        waiting: dict[int, list[dict[str, Any]]] = {}
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
-                for index, scores in self.news().items():
-                    waiting.setdefault(index, []).append(scores)
-                if waiting and text.startswith("data: {"):
+                if text.startswith("data: {"):
                     said = json.loads(text[6:])
                     for choice in said.get("choices", ()):
                         if (choice.get("delta") or {}).get("role") is None or choice.get("finish_reason"):
-                            for scores in waiting.pop(choice["index"], ()):
-                                _add(choice, scores)
+                            self._add_to(choice)
                     text = data_event(said)
                 yield text
 
@@ -111,23 +111,6 @@ def as_json(monitors: Sequence[Monitor], first: int, products: np.ndarray) -> di
         each.probe.name: {"positions": positions, "scores": finite(each.scores(products).tolist())}
         for each in monitors
     }  # fmt: skip
-
-
-def _add(choice: dict[str, Any], scores: dict[str, Any] | None) -> None:
-    """Add scores to a choice, which may have some: of its program, or of tokens before these."""
-    probes = choice.setdefault("patchclamp", {}).setdefault("probes", {}) if scores else {}
-    for name, new in (scores or {}).items():
-        if name not in probes:
-            probes[name] = new
-        else:
-            old = probes[name]
-            layers = zip(old["scores"], new["scores"], strict=False)
-            joined = [[*a, *b] for a, b in layers] if _has_layers(old["scores"]) else old["scores"] + new["scores"]
-            probes[name] = {"positions": old["positions"] + new["positions"], "scores": joined}
-
-
-def _has_layers(scores: Any) -> bool:
-    return bool(scores) and bool(scores[0]) and isinstance(scores[0][0], list)
 
 
 # -- all requests

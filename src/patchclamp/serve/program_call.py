@@ -666,6 +666,8 @@ class ProgramRun:
         """An output of a stream, with the readouts of its tokens for `_publishing`."""
         last = output.outputs[0]
         sent[:] = sent[0] + len(last.token_ids), sent[1] + last.text
+        if self._call.monitored is not None:
+            self._call.monitored.limit(self._choice, len(self._request.prompt_token_ids) + sent[0])
         if self.has_readouts:
             vars(output)["patchclamp"] = self._choice, watch.with_readouts(Part("", [], []), sent[0])
         return output
