@@ -117,7 +117,7 @@ class LM:
         as_flag(allow_code, "allow_code")
         self.batching: dict[str, Any | None] = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options, probes)
-        self._probes: list[Probe] = [] if self.engine.monitors else list(probes)  # of every program
+        self._always_on: list[Probe] = [each.probe for each in self.engine.monitors] or list(probes)
         self.bank, self.allows_code = NamedBank(), allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
@@ -533,18 +533,18 @@ class LM:
         programs = [by_lists.get((id(edit), id(keep)))
                     or by_lists.setdefault((id(edit), id(keep)), Program.of(edit, keep))
                     for edit, keep in zip(*parts, strict=True)]  # fmt: skip
-        if self._probes:
-            programs = [_with_probes(program, self._probes) for program in programs]
         samplings = [plain(one) for one in samplings_of(sampling, len(prompts), temperature=temperature, n=n)]
         fuzzes = [fuzz_of(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
                     for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
         conditions = conditions_of(stop_when, len(prompts))
         for i, condition in enumerate(conditions):
-            try:
-                programs[i] = programs[i].stopped_by(condition)
-            except PatchclampError as error:
-                raise error.under("stop_when" if condition is stop_when else f"stop_when[{i}]") from None
+            path = "stop_when" if condition is stop_when else f"stop_when[{i}]"
+            programs[i] = programs[i].stopped_by(condition, self._always_on, path)
+            if self._always_on and not self.engine.monitors:
+                named, captures = programs[i].probes, programs[i].capture
+                added = [probe for probe in self._always_on if probe.name not in named]
+                programs[i] = msgspec.structs.replace(programs[i], capture=(*captures, *added))
         counts = [count_of(one) for one in samplings]
         for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
             self.engine.check_sampling(one)
@@ -1050,12 +1050,6 @@ def _distinct(runs: Iterable[Run]) -> list[Run]:
     if len({run.key for run in runs}) < len(runs):
         raise ProgramError("expected distinct runs", "runs")
     return runs
-
-
-def _with_probes(program: Program, probes: Sequence[Probe]) -> Program:
-    """A program with the always-on probes, except those whose name it uses itself."""
-    added = tuple(probe for probe in probes if probe.name not in program.probes)
-    return msgspec.structs.replace(program, capture=program.capture + added)
 
 
 def _key() -> str:

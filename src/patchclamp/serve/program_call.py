@@ -180,9 +180,9 @@ class ProgramCall:
         edits = () if variant is None else variant.program.edits
         whole = msgspec.structs.replace(program, edits=edits + program.edits + fuzzed)
         try:
-            self.program: Program = whole.stopped_by(self.condition)
+            self.program: Program = whole.stopped_by(self.condition, kept.always_on, "stop_when")
         except PatchclampError as error:
-            raise error.under("patchclamp.stop_when") from None
+            raise error.under("patchclamp") from None
         every = [op for _, op in self.program.ops]
         for path, op in self.program.ops:
             if isinstance(op, Capture) and op.at.name in DERIVED:
