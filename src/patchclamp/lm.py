@@ -117,7 +117,7 @@ class LM:
         as_flag(allow_code, "allow_code")
         self.batching: dict[str, Any | None] = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options, probes)
-        self._probes: list[Probe] = [] if self.engine.monitors else list(probes)  # of every program
+        self._always_on: list[Probe] = [each.probe for each in self.engine.monitors] or list(probes)
         self.bank, self.allows_code = NamedBank(), allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
@@ -533,18 +533,18 @@ class LM:
         programs = [by_lists.get((id(edit), id(keep)))
                     or by_lists.setdefault((id(edit), id(keep)), Program.of(edit, keep))
                     for edit, keep in zip(*parts, strict=True)]  # fmt: skip
-        if self._probes:
-            programs = [_with_probes(program, self._probes) for program in programs]
         samplings = [plain(one) for one in samplings_of(sampling, len(prompts), temperature=temperature, n=n)]
         fuzzes = [fuzz_of(one.pop("extra_args", None)) for one in samplings]
         programs = [msgspec.structs.replace(program, edits=program.edits + fuzz) if fuzz else program
                     for program, fuzz in zip(programs, fuzzes, strict=True)]  # fmt: skip
         conditions = conditions_of(stop_when, len(prompts))
         for i, condition in enumerate(conditions):
-            try:
-                programs[i] = programs[i].stopped_by(condition)
-            except PatchclampError as error:
-                raise error.under("stop_when" if condition is stop_when else f"stop_when[{i}]") from None
+            path = "stop_when" if condition is stop_when else f"stop_when[{i}]"
+            programs[i] = programs[i].stopped_by(condition, self._always_on, path)
+            if self._always_on and not self.engine.monitors:
+                named, captures = programs[i].probes, programs[i].capture
+                added = [probe for probe in self._always_on if probe.name not in named]
+                programs[i] = msgspec.structs.replace(programs[i], capture=(*captures, *added))
         counts = [count_of(one) for one in samplings]
         for one in samplings if isinstance(sampling, (list, tuple)) else samplings[:1]:
             self.engine.check_sampling(one)
@@ -653,19 +653,18 @@ class LM:
         return found
 
     def probes(self, runs: Iterable[Run]) -> dict[str, Rows]:
-        """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, in one
-        engine call a probe. Raises as `rows` does."""
+        """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, [R, k]
+        or [R, L, k] for several layers, in one engine call a layer. Raises as `rows` does."""
         runs = _distinct(runs)
         found, kinds = self._monitored(runs), kinds_of(runs)
         for name, probe in runs[0].program.probes.items() if runs else ():
-            [ref, *others] = self.sites.resolve(probe.at)
-            if others:
-                raise ProgramError(f"probe {name!r} reads several layers: use run.probes[{name!r}]", name)
-            rows, pool = self._gathered(runs, kinds, ref, name)
-            values = rows.values if probe.bias is None else rows.values + probe.bias.array()
-            rows = msgspec.structs.replace(rows, values=values)
-            rows = pooled_by_run(rows, pool, len(runs), name) if pool else rows
-            found[name] = msgspec.structs.replace(rows, values=np.asarray(activated(rows.values, probe.activation)))
+            layers = [self._gathered(runs, kinds, ref, name)[0] for ref in self.sites.resolve(probe.at)]
+            rows = msgspec.structs.replace(layers[0], values=np.stack([each.values for each in layers], 1))
+            if probe.bias is not None:
+                rows = msgspec.structs.replace(rows, values=rows.values + probe.bias.array())
+            rows = pooled_by_run(rows, probe.pool, len(runs), name) if probe.pool else rows
+            values = np.asarray(activated(rows.values, probe.activation))
+            found[name] = msgspec.structs.replace(rows, values=values if is_stacked(probe.at) else values[:, 0])
         return found
 
     def _monitored(self, runs: Sequence[Run]) -> dict[str, Rows]:
@@ -676,8 +675,9 @@ class LM:
         counts, joined = [len(rows) for rows in products], np.concatenate(products)
         run = np.repeat(np.arange(len(runs)), counts)
         position = np.concatenate([np.arange(count) for count in counts])
-        return {each.probe.name: Rows(each.scores(joined), run, position)
-                for each in self.engine.monitors if not is_stacked(each.probe.at)}  # fmt: skip
+        scores = [(each.probe, each.scores(joined)) for each in self.engine.monitors]
+        return {probe.name: Rows(of.swapaxes(0, 1) if is_stacked(probe.at) else of, run, position)
+                for probe, of in scores}  # fmt: skip
 
     def _gathered(
         self, runs: Sequence[Run], kinds: tuple[list[int], np.ndarray], ref: SiteRef, probe: str = ""
@@ -1050,12 +1050,6 @@ def _distinct(runs: Iterable[Run]) -> list[Run]:
     if len({run.key for run in runs}) < len(runs):
         raise ProgramError("expected distinct runs", "runs")
     return runs
-
-
-def _with_probes(program: Program, probes: Sequence[Probe]) -> Program:
-    """A program with the always-on probes, except those whose name it uses itself."""
-    added = tuple(probe for probe in probes if probe.name not in program.probes)
-    return msgspec.structs.replace(program, capture=program.capture + added)
 
 
 def _key() -> str:

@@ -1017,7 +1017,7 @@ class Run:
 class Rows(PublicStruct, frozen=True, eq=False):
     """Rows of many runs as one array, from `lm.rows` and `lm.probes`, ascending by run and position.
 
-    values: [R, ...], a row of a site, or the scores [k] of a probe
+    values: [R, ...], a row of a site, or the scores of a probe, [k], or [L, k] at several layers
     run: the index of each row's run among the runs that were given, [R]
     position: the position of each row's token, [R]; the last that was read, where rows are pooled
     """

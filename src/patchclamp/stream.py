@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from patchclamp.engines.base import Answer, Engine, Part, Request
+from patchclamp.engines.base import Answer, Engine, Part, PartScores, Request
 from patchclamp.errors import EngineError, PatchclampError, ProgramError, RunError, TokensError, as_patchclamp_error
 from patchclamp.language.conditions import ProbeCondition, comparisons
 from patchclamp.language.ops import Features, Lens
@@ -96,7 +96,7 @@ class RunWatch:
         assert self._run is not None
         first, self._first = self._first, len(self.request.prompt_token_ids) + tokens
         scores = self._run.scores_between(self.names, first, self._first)
-        part = msgspec.structs.replace(part, scores=scores)
+        part = msgspec.structs.replace(part, scores={**part.scores, **scores})
         if not self.has_lenses:
             return part
         lens, features = (read(first, self._first) for read in (self._run.lens_between, self._run.features_between))
@@ -106,12 +106,13 @@ class RunWatch:
         """The answer, cut at the token where the condition held."""
         if self.end is None:
             return answer
-        count, reason = self.end
+        (count, reason), prompt, scored = self.end, self.request.prompt_token_ids, answer.monitored
         return msgspec.structs.replace(
             answer, token_ids=(ids := answer.token_ids[:count]), top_logprobs=answer.top_logprobs[:count],
             finish_reason="stop", stop_reason=reason,
+            monitored=None if scored is None else scored[: len(prompt) + count],
             logprobs=None if answer.logprobs is None else answer.logprobs[:count],
-            text=functools.partial(engine.text_of, self.request.prompt_token_ids, self.request.sampling, ids),
+            text=functools.partial(engine.text_of, prompt, self.request.sampling, ids),
         )  # fmt: skip
 
 
@@ -332,8 +333,13 @@ class Stream:
         cut.text, sent = cut.text(), "".join(each.text for each in self._parts)
         if not cut.text.startswith(sent):
             raise RunError(f"expected text that begins with {sent!r}, got {cut.text!r}: run it without streaming")
-        logprobs = [] if cut.logprobs is None else cut.logprobs[before:]
-        return Part(cut.text[len(sent) :], cut.token_ids[before:], logprobs)
+        logprobs, scores = [] if cut.logprobs is None else cut.logprobs[before:], dict[str, PartScores]()
+        if (products := cut.monitored) is not None:
+            for each in self._engine.monitors:
+                first = sum(len(one.scores[each.probe.name].positions) for one in self._parts)
+                positions = list(range(first, len(products)))
+                scores[each.probe.name] = PartScores(positions, each.scores(products[first:]))
+        return Part(cut.text[len(sent) :], cut.token_ids[before:], logprobs, scores)
 
     def __enter__(self) -> Stream:
         return self

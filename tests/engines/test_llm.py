@@ -200,6 +200,8 @@ def test_the_callers_requests_wait_while_an_lm_runs(llm):
         ({"extra_args": {"patchclmp": {}}}, UnknownName, "extra_args.patchclmp"),
         ({"extra_args": {"patchclamp": pc.Program.of(pc.Zero(pc.resid_post[9]))}}, pc.UnsupportedSite,
          "extra_args.patchclamp.edits[0].at"),
+        ({"extra_args": {"patchclamp": pc.Program.of((), pc.Probe(-WEIGHT, SITE, name="always"))}}, ProgramError,
+         "extra_args.patchclamp.capture[0].name"),
     ],
 )  # fmt: skip
 def test_wrong_programs_are_refused_before_the_run(llm, params, error, path):

@@ -49,6 +49,19 @@ def lm(tiny):
         yield made
 
 
+@pytest.fixture(scope="module")
+def hub(tiny):
+    options = {"dtype": "float32", "skip_tokenizer_init": True, "prove": False}
+    with pc.LM(tiny, engine="transformers", probes=PROBES, **options) as made:
+        yield made
+
+
+@pytest.fixture(params=["lm", "hub"])
+def either(request):
+    """A model with always-on probes, on each engine."""
+    return request.getfixturevalue(request.param)
+
+
 def prompts(count: int, shared: int = 70, seed: int = 0) -> list[list[int]]:
     """Prompts that share beginnings of different lengths, after one of a single token."""
     rng = np.random.default_rng(seed)
@@ -81,7 +94,7 @@ def test_scores_are_those_of_a_programs_probes(lm):
     assert any(run.cached_tokens for run in runs)
     assert lm.engine.status()["preemptions"] > before
     rows = lm.probes(runs)
-    assert set(rows) == {each.name for each in PROBES} - {"layers"}
+    assert set(rows) == {each.name for each in PROBES}
     assert np.array_equal(rows["mlp"].values, np.concatenate([run.probes["mlp"] for run in runs]))
     assert rows["mlp"].run.tolist() == [i for i, run in enumerate(runs) for _ in run.probe_positions("mlp")]
 
@@ -208,15 +221,98 @@ def test_a_core_in_another_process(tiny, lm):
             np.testing.assert_allclose(read.logprobs, expected.logprobs, atol=1e-4)
 
 
-def test_on_transformers_they_are_part_of_every_program(tiny, lm):
-    with pc.LM(
-        tiny, engine="transformers", dtype="float32", skip_tokenizer_init=True, probes=PROBES, prove=False
-    ) as hub:
-        given = prompts(4)
-        runs, others = hub.run(given, max_tokens=4), lm.run(given, max_tokens=4)
-        for run, other in zip(runs, others, strict=True):
-            for each in PROBES:
-                np.testing.assert_allclose(run.probes[each.name], other.probes[each.name], atol=1e-4)
+def test_on_transformers_they_are_part_of_every_program(hub, lm):
+    given = prompts(4)
+    runs, others = hub.run(given, max_tokens=4), lm.run(given, max_tokens=4)
+    for run, other in zip(runs, others, strict=True):
+        for each in PROBES:
+            np.testing.assert_allclose(run.probes[each.name], other.probes[each.name], atol=1e-4)
+
+
+def test_scores_of_many_runs_are_those_of_each_also_at_several_layers(either):
+    runs = either.run(prompts(5), max_tokens=3)
+    found = either.probes(runs)
+    assert found.keys() == {each.name for each in PROBES}
+    for name, rows in found.items():
+        for i, run in enumerate(runs):
+            values = rows.values[rows.run == i]
+            np.testing.assert_allclose(
+                values.swapaxes(0, 1) if name == "layers" else values, run.probes[name], atol=1e-6
+            )
+    assert found["layers"].values.shape == (len(found["late"].run), 3, 3)
+    assert len(found["layers"].to_frame()) == len(found["late"].run)
+
+
+def joined(parts: list[pc.Part], name: str) -> tuple[list[int], np.ndarray]:
+    """The positions and scores of a probe in the parts of a stream."""
+    read = [part.scores[name] for part in parts]
+    return [at for each in read for at in each.positions], np.concatenate([each.scores for each in read], -2)
+
+
+@pytest.mark.parametrize("stop", ["own.late", "late"])
+def test_scores_end_with_a_run_that_a_condition_ended(either, stop):
+    """Also where the condition is on an always-on probe itself."""
+    late, highest = PROBES[0], dict[int, pc.Run]()  # by the token whose score is the last highest one so far
+    for run in either.run(prompts(12, seed=10)[1:], max_tokens=24):
+        scores = np.asarray(run.probes["late"])[len(run.prompt_token_ids) :, 0]
+        highest[int(np.flatnonzero(np.maximum.accumulate(scores) == scores)[-1])] = run
+    token = sorted(highest)[len(highest) // 2]
+    whole = highest[token]
+    prompt, scores = whole.prompt_token_ids, np.asarray(whole.probes["late"])[len(whole.prompt_token_ids) :, 0]
+    threshold = float(np.sort(scores[: token + 1])[-2:].mean())
+    condition = pc.Probe(late.weight, late.at, bias=late.bias, activation="sigmoid", name=stop) > threshold
+    run = either.run(prompt, max_tokens=24, stop_when=condition)
+    stream = either.stream(prompt, max_tokens=24, stop_when=condition)
+    parts = list(stream)
+    assert len(scores) > token + 1 > 1  # it goes on without the condition
+    assert run.token_ids == stream.run.token_ids == whole.token_ids[: token + 1]
+    length = len(prompt) + token + 1
+    for each in PROBES:
+        expected = np.asarray(whole.probes[each.name])[..., :length, :]
+        for ended in (run, stream.run):
+            assert ended.probe_positions(each.name) == list(range(length))
+            np.testing.assert_allclose(ended.probes[each.name], expected, atol=1e-5)
+        positions, found = joined(parts, each.name)
+        assert positions == list(range(length))
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert {len(rows.run) for rows in either.probes([run]).values()} == {length}
+
+
+def test_parts_have_the_scores_beside_other_readouts(either):
+    prompt = prompts(3, seed=6)[2]
+    own = pc.Probe(PROBES[0].weight, pc.resid_post[0], name="own")
+    for capture in ([own], [pc.Lens(pc.resid_post[1], top=2)], [own, *PROBES[:2]]):
+        stream = either.stream(prompt, max_tokens=6, capture=capture)
+        parts = list(stream)
+        names = {each.name for each in [*PROBES, *(each for each in capture if isinstance(each, pc.Probe))]}
+        assert {frozenset(part.scores) for part in parts} == {frozenset(names)}
+        for name in names:
+            positions, found = joined(parts, name)
+            assert positions == stream.run.probe_positions(name) == list(range(len(prompt) + 5))
+            np.testing.assert_allclose(found, stream.run.probes[name], atol=1e-5)
+
+
+def test_a_program_cannot_give_another_probe_the_name_of_an_always_on_one(either):
+    late = PROBES[0]
+    other = pc.Probe(-np.asarray(late.weight.rows()), late.at, bias=late.bias, activation="sigmoid", name="late")
+    mean = pc.Probe(late.weight, late.at, bias=late.bias, activation="sigmoid", pool="mean", name="late")
+    edit = pc.Add(np.ones(D), at=pc.resid_post[2])
+    for path, call in {
+        "capture[0].name": {"capture": [other]},
+        "capture[1].name": {"capture": [pc.resid_post[0], mean]},
+        "edits[0].name": {"edits": [pc.When(other > 0.5, [edit])]},
+        "stop_when.name": {"stop_when": other > 0.5},
+    }.items():
+        for run in (either.run, either.stream):
+            with pytest.raises(pc.ProgramError) as raised:
+                run([5, 6, 7], max_tokens=2, **call)
+            assert raised.value.path == path
+    with pytest.raises(pc.ProgramError) as raised:
+        either.run([[5, 6, 7]] * 2, max_tokens=2, stop_when=[None, other > 0.5])
+    assert raised.value.path == "stop_when[1].name"
+    plain, both = either.run([5, 6, 7], max_tokens=2), either.run([5, 6, 7], max_tokens=2, capture=[late])
+    np.testing.assert_allclose(both.probes["late"], plain.probes["late"], atol=1e-5)
+    assert (list(both.probes).count("late"), both.probe_positions("late")) == (1, [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import patchclamp as pc
 from patchclamp.engines.base import Monitor
 from patchclamp.engines.vllm.server import ProbeLog, with_config
 from patchclamp.errors import ProgramError
+from patchclamp.language.program import condition_to_dict
 from patchclamp.serve.monitoring import BUCKETS, ScoreLog, ScoreWatch, observe
 
 from .conftest import KEYS, Server, becomes, in_parts, start, stop
@@ -154,6 +155,50 @@ def test_beside_a_program(client, model, local, probes):
     check(parts, scores)
 
 
+@pytest.mark.parametrize("stop", ["own", "lies"])
+def test_scores_end_with_a_run_that_a_condition_ended(client, model, local, probes, stop):
+    """Also where the condition is on the server's own probe, whose scores then come once."""
+    whole = local.run(PROMPT, max_tokens=24, sampling={"ignore_eos": True}, capture=probes[0])
+    scores = np.asarray(whole.probes["lies"])[len(whole.prompt_token_ids) :, 0]
+    token = int(np.flatnonzero(np.maximum.accumulate(scores) == scores)[2])  # higher than all before
+    threshold = float((scores[token] + scores[:token].max()) / 2)
+    condition = pc.Probe(probes[0].weight, probes[0].at, activation="sigmoid", name=stop) > threshold
+    given = {"model": model, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    given["extra_body"] = {"patchclamp": {"stop_when": condition_to_dict(condition)}, "ignore_eos": True}
+    answer = client.completions.create(**given).to_dict()
+    chunks = [chunk.to_dict() for chunk in client.completions.create(**given, stream=True)]
+    assert len(scores) > token + 1 > 1  # it goes on without the condition
+    ended = local.run(whole.prompt_token_ids + whole.token_ids[: token + 1], max_tokens=1, capture=probes)
+    expected = {each.name: np.asarray(ended.probes[each.name]) for each in probes}
+    for choice in (answer["choices"][0], joined(chunks)):
+        told = choice["patchclamp"]["probes"]
+        if stop == "own":
+            told.pop("own", None)  # in a stream, with the chunks
+        check(choice, expected)
+    assert answer["choices"][0]["stop_reason"] == f"probe:{stop}"
+
+
+def test_the_same_probe_in_a_program_is_one_series_and_another_of_its_name_refused(client, model, local, probes):
+    lies, given = probes[0], {"model": model, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    run = local.run(PROMPT, max_tokens=6)
+    body = program([], [lies])
+    answer = client.completions.create(**given, extra_body=body).to_dict()
+    check(answer["choices"][0], expected(local, probes, run))
+    chunks = [chunk.to_dict() for chunk in client.completions.create(**given, extra_body=body, stream=True)]
+    check(joined(chunks), expected(local, probes, run))
+    other = pc.Probe(np.ones((2, local.model.d_model)), pc.resid_post[4], name="lies")
+    when = pc.When(other > 0.5, [pc.Scale(2.0, at=pc.resid_post[5])])
+    for path, wrong in {
+        "patchclamp.capture[1].name": program([], [pc.resid_post[3] @ pc.prompt[-1], other]),
+        "patchclamp.edits[0].name": program([when]),
+        "patchclamp.stop_when.name": {"patchclamp": {"stop_when": condition_to_dict(other > 0.5)}},
+    }.items():
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as raised:
+                client.completions.create(**given, extra_body=wrong, stream=stream)
+            assert path in str(raised.value.body)
+
+
 def test_requests_with_one_name_have_their_own_scores(client, watched, model, local, probes):
     """Also of two API keys, and the two runs of a comparison, which vLLM gives one name."""
     runs = local.run([PROMPT, LONG], max_tokens=40)
@@ -270,6 +315,25 @@ def test_the_log_is_bounded_and_goes_on_after_a_restart(tmp_path, suffix, monkey
     assert len(list(tmp_path.glob(f"s-*.{suffix}"))) == 2
     assert written()[-1]["p"] == [None, None]
     assert written()[-1]["token"] is None
+
+
+@pytest.mark.parametrize("stem", ["s", "s[1]"])
+def test_only_numbered_files_of_the_log_are_rotated(tmp_path, stem):
+    """Files of other names stay, and numbers go on after a restart."""
+    others = [
+        tmp_path / f"{stem}-{words}.jsonl" for words in ("2026-11-01", "2b", "20261101", "1-000007", "000009-old")
+    ]
+    for file in others:
+        file.write_text("mine")
+    dropped: list[int] = []
+    for i in range(4):
+        made = ScoreLog(ProbeLog(str(tmp_path / f"{stem}.jsonl"), files=2), monitors(), dropped.append, 0)
+        made.put(f"r{i}", 0, [1], 0, np.zeros((1, 2), np.float32))
+        made.close()
+    assert (dropped, [file.read_text() for file in others]) == ([], ["mine"] * len(others))
+    written = {file.name: file.read_text() for file in tmp_path.iterdir() if file not in others}
+    assert written.keys() == {f"{stem}-000003.jsonl", f"{stem}-000004.jsonl"}
+    assert json.loads(written[f"{stem}-000004.jsonl"])["request"] == "r3"
 
 
 @pytest.mark.parametrize("fails", ["_next_file", "_write_lines", "_lines", "unlink"])

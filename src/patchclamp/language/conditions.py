@@ -79,9 +79,9 @@ class Output:
         return Not(self > threshold)
 
 
-def check_condition(value: object) -> ProbeCondition:
+def check_condition(value: object, path: str | None = None) -> ProbeCondition:
     if not isinstance(value, ProbeCondition):
-        raise ProgramError(f"expected a condition, such as probe > 0.8, got {type(value).__name__} {value!r:.100}")
+        raise ProgramError(f"expected a condition like probe > 0.8, got {type(value).__name__} {value!r:.100}", path)
     return value
 
 

@@ -77,37 +77,37 @@ class Program(PublicStruct, frozen=True):
     @property
     def probes(self) -> dict[str, Probe]:
         """The probes by name, including those in conditions. Raises `ProgramError` for a duplicate name."""
-        named, read = dict[str, Probe](), set[str]()  # those that are ops by themselves
+        return self._beside(())
+
+    def _beside(self, always_on: Iterable[Probe]) -> dict[str, Probe]:
+        """The probes by name, with those of the engine. Raises `ProgramError` for a duplicate name."""
+        named, read = {probe.name: probe for probe in always_on}, set[str]()  # those that are ops by themselves
         for path, op in self.ops:
-            compared = [each.probe for each in comparisons(op.condition)] if isinstance(op, When) else []
-            compared = [probe for probe in compared if isinstance(probe, Probe)]  # and not features
-            for probe in [op] if isinstance(op, Probe) else compared:
+            read_by = [each.probe for each in comparisons(op.condition)] if isinstance(op, When) else [op]
+            for probe in (each for each in read_by if isinstance(each, Probe)):  # and not features
                 if named.setdefault(probe.name, probe) != probe or (probe is op and probe.name in read):
                     raise ProgramError(f"duplicate probe name {probe.name!r}: rename one", f"{path}.name")
             read |= {op.name} if isinstance(op, Probe) else set()
         return named
 
-    def stopped_by(self, condition: ProbeCondition | None) -> Program:
-        """Return the program with the probes of its stop condition (`stop_when`) added. Raises `ProgramError` for a
-        probe without a score per token."""
-        if condition is None:
+    def stopped_by(self, condition: ProbeCondition | None, always_on: Sequence[Probe], path: str) -> Program:
+        """Return the program with the probes of its stop condition added. Raises `ProgramError` for one without a score
+        per token, at `path`, and for a probe that has the name of a different one of the engine's, `always_on`."""
+        if condition is None and not always_on:
             return self
-        named = self.probes
-        for each in comparisons(check_condition(condition)):
-            probe = each.probe
-            if not isinstance(probe, Probe):
-                raise ProgramError("expected a probe to stop at, got a feature: use its encoder row as a probe")
+        own, named = self.probes, self._beside(always_on)
+        for each in [] if condition is None else comparisons(check_condition(condition, path)):
+            if not isinstance(probe := each.probe, Probe):
+                raise ProgramError("expected a probe to stop at, got a feature: use its encoder row as a probe", path)
             if probe.pool is not None:
-                raise ProgramError(
-                    f"probe {probe.name!r} is pooled, so its score is only available after the run; use a probe "
-                    "without pool", "pool",
-                )  # fmt: skip
+                raise ProgramError(f"expected a probe with a score per token, got pool={probe.pool!r}", f"{path}.pool")
             if SPECS[probe.at.name].layered and not isinstance(probe.at.layers, int):
-                raise ProgramError(f"expected a probe of one layer, got {probe.at}", "at")
+                raise ProgramError(f"expected a probe of one layer, got {probe.at}", f"{path}.at")
             if named.setdefault(probe.name, probe) != probe:
-                raise ProgramError(f"duplicate probe name {probe.name!r}: rename one", "name")
-        added = tuple(probe for name, probe in named.items() if name not in self.probes)
-        return Program(self.edits, self.capture + added)
+                raise ProgramError(f"duplicate probe name {probe.name!r}: rename one", f"{path}.name")
+            own.setdefault(probe.name, probe)
+        added = tuple(own.values())[len(self.probes) :]
+        return Program(self.edits, self.capture + added) if added else self
 
     @property
     def fingerprint(self) -> str:

@@ -25,7 +25,7 @@ from patchclamp.engines.tokenizer import Chat
 from patchclamp.engines.vllm.async_engine import AsyncEngine
 from patchclamp.engines.vllm.server import ServeLimits
 from patchclamp.errors import Gone, MissingSource, NameTaken, PatchclampError, ProgramError, near
-from patchclamp.language import From, Named, Program, SameRun, SiteOp, Use, Vector, every
+from patchclamp.language import From, Named, Probe, Program, SameRun, SiteOp, Use, Vector, every
 from patchclamp.lm import LM
 from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import bind
@@ -160,14 +160,16 @@ class _Owner:
 
 
 class KeptObjects:
-    """The runs and the bank of each owner, for the event loop's thread only. `channel` notifies other processes."""
+    """The runs and the bank of each owner, for the event loop's thread only. `channel` notifies other processes;
+    `always_on`: the server's own probes, whose names programs cannot give to others."""
 
     limits: ServeLimits
 
     def __init__(
         self, limits: ServeLimits | None = None, clock: Callable[[], float] = time.monotonic,
-        channel: NoteChannel | None = None,
+        channel: NoteChannel | None = None, always_on: Sequence[Probe] = (),
     ) -> None:  # fmt: skip
+        self.always_on: Sequence[Probe] = always_on
         self._channel = channel if channel is not None and channel.is_shared else None
         self.limits, self._clock = limits or ServeLimits(), clock
         self._owners: defaultdict[str, _Owner] = defaultdict(_Owner)

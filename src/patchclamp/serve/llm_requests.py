@@ -18,7 +18,7 @@ from patchclamp.engines.vllm.compat.configuration import KEY
 from patchclamp.engines.vllm.monitors import Choices, monitors_of_config
 from patchclamp.engines.vllm.offline import CallersRequest, OfflineEngine, offline_of
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.language import Program
+from patchclamp.language import Probe, Program
 from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz, is_ours
 from patchclamp.language.program import from_dict
 from patchclamp.proving import ProvedLM
@@ -38,7 +38,7 @@ def added(engine: Any, stock: Any, name: str, prompt: Any, params: Any, *args: A
     if offline.front is None:
         offline.front = ProvedLM("", engine=offline, prove=False)
     lm: ProvedLM = offline.front
-    program = _program_in(extra) if has_program else Program()
+    program = _program_in(extra, [each.probe for each in offline.monitors]) if has_program else Program()
     if program:
         _check(params)
         lm.prove_again()
@@ -54,7 +54,7 @@ def added(engine: Any, stock: Any, name: str, prompt: Any, params: Any, *args: A
     return offline.add(ours, stock, name, prompt, params, *args, **kwargs)
 
 
-def _program_in(extra: dict[str, Any]) -> Program:
+def _program_in(extra: dict[str, Any], always_on: list[Probe]) -> Program:
     """The program in a request's `extra_args`: a `Program`, its dictionary or JSON, and fuzzing options."""
     check_words(extra, "extra_args")
     given = extra.get(KEY, {})
@@ -62,6 +62,7 @@ def _program_in(extra: dict[str, Any]) -> Program:
         if isinstance(given, str):
             given = json.loads(given)
         program = given if isinstance(given, Program) else from_dict(given)
+        program.stopped_by(None, always_on, "")  # raises for names of always-on probes
         fuzzed = fuzz({word: extra[word] for word in FUZZ_NAMES if word in extra})
     except PatchclampError as error:
         raise error.under(f"extra_args.{KEY}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import glob
 import json
 import logging
 import queue
@@ -26,7 +27,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from patchclamp.engines.base import Monitor
 from patchclamp.engines.vllm.async_engine import AsyncEngine
-from patchclamp.engines.vllm.monitors import Choices, MonitorLog, columns_of
+from patchclamp.engines.vllm.monitors import Choices, MonitoredRun, MonitorLog, columns_of
 from patchclamp.engines.vllm.server import ProbeLog
 from patchclamp.errors import ProgramError
 from patchclamp.serve.capture_files import data_event, finite
@@ -36,6 +37,7 @@ BUCKETS = (-100.0, -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.01, 0.03, 0.1, 0
 MAX_QUEUED = 1 << 22  # numbers that wait to be written; tokens beyond are dropped, and counted
 FLUSH_ROWS = 1 << 14  # of a row group of a Parquet file
 FLUSH_NUMBERS = 1 << 20  # of a row group, for probes with many outputs
+DIGITS = 6  # of the number of a file
 COLUMNS = ("time", "request", "choice", "position", "token")  # of the log, beside the probes
 logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 
@@ -45,7 +47,7 @@ class MonitoredCall:
 
     def __init__(self, log: MonitorLog) -> None:
         self._log, self._next = log, 0
-        self._runs: list[tuple[int, Choices]] = []  # with the index of the first choice of each engine request
+        self._runs: dict[int, tuple[Choices, int]] = {}  # of each choice: those of its engine request, its index there
 
     def enter(self, request: str, choices: int, first: int | None = None) -> str:
         """Collect the scores of an engine request, and return the name to submit it under: clients may give several
@@ -55,18 +57,22 @@ class MonitoredCall:
         self._next = first + choices
         name = f"{request}-{secrets.token_hex(8)}"
         runs = self._log.runs[name] = Choices()
-        self._runs.append((first, runs))
+        self._runs |= {first + index: (runs, index) for index in range(choices)}
         return name
 
-    def news(self) -> dict[int, dict[str, Any]]:
-        """The scores since the last call, by choice, in the form of a response."""
-        found = dict[int, dict[str, Any]]()
-        for first, runs in self._runs:
-            for index, run in runs.items():
-                begin, products = run.news()
-                if len(products):
-                    found[first + index] = as_json(self._log.monitors, begin, products)
-        return found
+    def limit(self, choice: int, end: int) -> None:
+        """Hold back the scores of a choice from position `end` on."""
+        runs, index = self._runs[choice]
+        runs.setdefault(index, MonitoredRun()).end = end
+
+    def _add_to(self, choice: dict[str, Any]) -> None:
+        """Add the scores since the last call to a choice of the response. Of a probe that its program has too, the
+        program's are there already."""
+        runs, index = self._runs.get(choice["index"], (Choices(), 0))
+        begin, products = runs.setdefault(index, MonitoredRun()).news()
+        if len(products):
+            own = choice.setdefault("patchclamp", {})
+            own["probes"] = as_json(self._log.monitors, begin, products) | own.get("probes", {})
 
     async def told(self, response: Response) -> Response:
         """A response with the scores of its choices."""
@@ -76,25 +82,21 @@ class MonitoredCall:
             return response
         if response.status_code != 200 or not isinstance(response, JSONResponse):
             return response
-        body, news = json.loads(bytes(response.body)), self.news()
+        body = json.loads(bytes(response.body))
         for choice in body.get("choices", ()):
-            _add(choice, news.get(choice["index"]))
+            self._add_to(choice)
         headers = {name: value for name, value in response.headers.items() if name.startswith("endpoint-load")}
         return JSONResponse(body, headers=headers)
 
     async def _told(self, chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-        waiting: dict[int, list[dict[str, Any]]] = {}
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 text = chunk if isinstance(chunk, str) else bytes(chunk).decode()
-                for index, scores in self.news().items():
-                    waiting.setdefault(index, []).append(scores)
-                if waiting and text.startswith("data: {"):
+                if text.startswith("data: {"):
                     said = json.loads(text[6:])
                     for choice in said.get("choices", ()):
                         if (choice.get("delta") or {}).get("role") is None or choice.get("finish_reason"):
-                            for scores in waiting.pop(choice["index"], ()):
-                                _add(choice, scores)
+                            self._add_to(choice)
                     text = data_event(said)
                 yield text
 
@@ -109,23 +111,6 @@ def as_json(monitors: Sequence[Monitor], first: int, products: np.ndarray) -> di
         each.probe.name: {"positions": positions, "scores": finite(each.scores(products).tolist())}
         for each in monitors
     }  # fmt: skip
-
-
-def _add(choice: dict[str, Any], scores: dict[str, Any] | None) -> None:
-    """Add scores to a choice, which may have some: of its program, or of tokens before these."""
-    probes = choice.setdefault("patchclamp", {}).setdefault("probes", {}) if scores else {}
-    for name, new in (scores or {}).items():
-        if name not in probes:
-            probes[name] = new
-        else:
-            old = probes[name]
-            layers = zip(old["scores"], new["scores"], strict=False)
-            joined = [[*a, *b] for a, b in layers] if _has_layers(old["scores"]) else old["scores"] + new["scores"]
-            probes[name] = {"positions": old["positions"] + new["positions"], "scores": joined}
-
-
-def _has_layers(scores: Any) -> bool:
-    return bool(scores) and bool(scores[0]) and isinstance(scores[0][0], list)
 
 
 # -- all requests
@@ -211,7 +196,8 @@ class ScoreLog:
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._put, self._got = 0, 0  # numbers that were queued, and that were taken from the queue
         self._unwritten = 0  # tokens that were taken from the queue and are not on disk yet
-        self._files: deque[Path] = deque(sorted(path.parent.glob(f"{self._path.stem}-[0-9]*{path.suffix}")))
+        own = f"{glob.escape(self._path.stem)}-{'[0-9]' * DIGITS}{path.suffix}"  # other files stay
+        self._files: deque[Path] = deque(sorted(path.parent.glob(own)))
         self._thread = threading.Thread(target=self._write, name="patchclamp scores", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -251,7 +237,7 @@ class ScoreLog:
 
     def _next_file(self) -> Path:
         number = 1 + (int(self._files[-1].stem.rpartition("-")[2]) if self._files else 0)
-        self._files.append(self._path.with_stem(f"{self._path.stem}-{number:06}"))
+        self._files.append(self._path.with_stem(f"{self._path.stem}-{number:0{DIGITS}}"))
         while len(self._files) > self._asked.files:
             self._files.popleft().unlink(missing_ok=True)
         return self._files[-1]

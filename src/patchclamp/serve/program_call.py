@@ -180,9 +180,9 @@ class ProgramCall:
         edits = () if variant is None else variant.program.edits
         whole = msgspec.structs.replace(program, edits=edits + program.edits + fuzzed)
         try:
-            self.program: Program = whole.stopped_by(self.condition)
+            self.program: Program = whole.stopped_by(self.condition, kept.always_on, "stop_when")
         except PatchclampError as error:
-            raise error.under("patchclamp.stop_when") from None
+            raise error.under("patchclamp") from None
         every = [op for _, op in self.program.ops]
         for path, op in self.program.ops:
             if isinstance(op, Capture) and op.at.name in DERIVED:
@@ -666,6 +666,8 @@ class ProgramRun:
         """An output of a stream, with the readouts of its tokens for `_publishing`."""
         last = output.outputs[0]
         sent[:] = sent[0] + len(last.token_ids), sent[1] + last.text
+        if self._call.monitored is not None:
+            self._call.monitored.limit(self._choice, len(self._request.prompt_token_ids) + sent[0])
         if self.has_readouts:
             vars(output)["patchclamp"] = self._choice, watch.with_readouts(Part("", [], []), sent[0])
         return output

@@ -215,7 +215,8 @@ class Front:
         self._metrics = metrics_of(self.model_name)
         self.shows_scores: bool = bool(self.engine.monitors) and self.limits.show_scores
         self._channel = NoteChannel(self.engine)
-        self.kept, self.has_keys = KeptObjects(self.limits, channel=self._channel), False
+        always_on = [each.probe for each in self.engine.monitors]
+        self.kept, self.has_keys = KeptObjects(self.limits, channel=self._channel, always_on=always_on), False
         self.bindings: KnownBindings = KnownBindings(self.lm, self.kept)
         self.readouts: ReadoutReader = ReadoutReader(self.engine)
         self.waiting: dict[str, Callable[[str], None]] = {}

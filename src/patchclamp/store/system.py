@@ -51,6 +51,6 @@ def write_whole(path: Path, data: bytes) -> None:
     except FileNotFoundError:  # another process has written the file, and removed this one
         if not path.exists():
             raise
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*.new"):
+    for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.new"):
         left.unlink(missing_ok=True)
     sync(path.parent)

@@ -275,8 +275,7 @@ class SlotScores:
             self._unsent |= zip(map(id, now), zip(taken.firsts.tolist(), parts, strict=True), strict=True)
         if not outputs:
             return []
-        none = 0, self.by_slot[:0]
-        sent = [self._unsent.pop(id(output), none) for output in outputs]
+        sent = [self._unsent.pop(id(output), (0, self.by_slot[:0])) for output in outputs]
         firsts, counts = np.array([first for first, _ in sent]), np.array([len(products) for _, products in sent])
         return [firsts.tobytes(), counts.tobytes(), b"".join(products.tobytes() for _, products in sent)]
 
@@ -391,10 +390,11 @@ class _Stretch:
 
 
 class MonitoredRun:
-    """The products of the tokens of one request, as they arrive."""
+    """The products of the tokens of one request, as they arrive. `news` returns those before position `end`."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[_Stretch, int]] = []
+        self.end, self._held = 1 << 62, list[np.ndarray]()  # those from `end` on
         self._read = self._steps = self._tokens = 0  # parts read, steps of the next one, tokens that `news` returned
 
     def products(self) -> np.ndarray:
@@ -403,13 +403,13 @@ class MonitoredRun:
 
     def news(self) -> tuple[int, np.ndarray]:
         """The first position and the products of the tokens since the last call."""
-        found: list[np.ndarray] = []
-        for stretch, i in self.parts[self._read :]:
-            found.append(stretch.rows(i, self._steps))
-            self._steps = 0
+        unread = enumerate(self.parts[self._read :])
+        found = self._held + [stretch.rows(i, 0 if number else self._steps) for number, (stretch, i) in unread]
         if self.parts:
             self._read, self._steps = len(self.parts) - 1, 1 + len(self.parts[-1][0].later)
         new = np.concatenate(found) if found else np.zeros((0, MAX_COLUMNS), np.float32)
+        room = max(0, self.end - self._tokens)
+        new, self._held = new[:room], [new[room:]] if len(new) > room else []
         self._tokens += len(new)
         return self._tokens - len(new), new
 
