@@ -90,6 +90,7 @@ def joined(chunks: list[dict], index: int = 0) -> dict:
     return {"patchclamp": {"probes": probes}}
 
 
+@pytest.mark.slow
 def test_a_plain_client_gets_scores(client, model, local, probes):
     for prompt in (PROMPT, LONG, LONG):  # the last one from the cache
         run = local.run(prompt, max_tokens=6)
@@ -98,6 +99,7 @@ def test_a_plain_client_gets_scores(client, model, local, probes):
         check(answer["choices"][0], expected(local, probes, run))
 
 
+@pytest.mark.slow
 def test_each_chunk_of_a_stream_has_new_scores(client, model, local, probes):
     run = local.run(LONG, max_tokens=8)
     given = {"model": model, "max_tokens": 8, "temperature": 0, "stream": True}
@@ -113,6 +115,7 @@ def test_each_chunk_of_a_stream_has_new_scores(client, model, local, probes):
             assert told["positions"][-1] == len(run.prompt_token_ids) + tokens - 2
 
 
+@pytest.mark.slow
 def test_choices_of_several_prompts_have_their_own(client, model, local, probes):
     prompts = [PROMPT, LONG, "One"]
     given = {"model": model, "prompt": prompts, "max_tokens": 5, "n": 2, "temperature": 1.0, "seed": 3,
@@ -128,6 +131,7 @@ def test_choices_of_several_prompts_have_their_own(client, model, local, probes)
         check(joined(chunks, choice["index"]), scores)
 
 
+@pytest.mark.slow
 def test_a_chat_has_scores(client, model, local, probes):
     messages = [{"role": "user", "content": "Name a colour."}]
     run = local.run(messages=messages, max_tokens=6)
@@ -138,6 +142,7 @@ def test_a_chat_has_scores(client, model, local, probes):
     check(joined(chunks), expected(local, probes, run))
 
 
+@pytest.mark.slow
 def test_beside_a_program(client, model, local, probes):
     edit = pc.Scale(0.5, at=pc.resid_post[1])
     own = pc.Probe(probes[0].weight, pc.resid_post[4], name="own")
@@ -155,6 +160,7 @@ def test_beside_a_program(client, model, local, probes):
     check(parts, scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["own", "lies"])
 def test_scores_end_with_a_run_that_a_condition_ended(client, model, local, probes, stop):
     """Also where the condition is on the server's own probe, whose scores then come once."""
@@ -178,6 +184,7 @@ def test_scores_end_with_a_run_that_a_condition_ended(client, model, local, prob
     assert answer["choices"][0]["stop_reason"] == f"probe:{stop}"
 
 
+@pytest.mark.slow
 def test_the_same_probe_in_a_program_is_one_series_and_another_of_its_name_refused(client, model, local, probes):
     lies, given = probes[0], {"model": model, "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
     run = local.run(PROMPT, max_tokens=6)
@@ -199,6 +206,7 @@ def test_the_same_probe_in_a_program_is_one_series_and_another_of_its_name_refus
             assert path in str(raised.value.body)
 
 
+@pytest.mark.slow
 def test_requests_with_one_name_have_their_own_scores(client, watched, model, local, probes):
     """Also of two API keys, and the two runs of a comparison, which vLLM gives one name."""
     runs = local.run([PROMPT, LONG], max_tokens=40)
@@ -223,6 +231,7 @@ def test_requests_with_one_name_have_their_own_scores(client, watched, model, lo
     check(answer["choices"][0], {probe.name: np.asarray(again.probes[probe.name]) for probe in probes})
 
 
+@pytest.mark.slow
 def test_concurrent_and_disconnecting_clients(client, watched, model, local, probes):
     prompts = [f"{PROMPT}{'!' * i}" for i in range(12)]
     runs = local.run(prompts, max_tokens=12)
@@ -241,6 +250,7 @@ def test_concurrent_and_disconnecting_clients(client, watched, model, local, pro
                 check(choice, expected(local, probes, runs[i]))
 
 
+@pytest.mark.slow
 def test_metrics_count_every_score(client, watched, model):
     def count() -> tuple[int, int, int]:
         with watched.http() as http:
@@ -257,6 +267,7 @@ def test_metrics_count_every_score(client, watched, model):
     assert added.tolist() == [len(scores), (scores > 0.5).sum(), 2 * len(scores)]
 
 
+@pytest.mark.slow
 def test_the_log_has_every_token(client, watched, model):
     answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=7, temperature=1.0, n=2).to_dict()
     told = answer["choices"][1]["patchclamp"]["probes"]
