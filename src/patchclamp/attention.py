@@ -34,7 +34,7 @@ class AttentionResult(NamedTuple):
     positions: of the queries, [T]
     keys: the position of each key, [K]; None for spans. With `top`, those of each head's largest numbers, [T, H, K], −1
         where a query sees fewer
-    values: fp32, [T, H, K]; of one head, the axis H is missing here and in `keys`
+    values: fp32, [T, H, K]; of one head, the axis H is missing here and in `keys`; of several layers, both begin with L
     """
 
     site: str
@@ -57,19 +57,19 @@ class ReadRun(Protocol):
     def token_strings(self) -> list[str]: ...
     def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]: ...
     def op_at(self, path: str) -> SiteOp: ...
+    def of_attention(self, site: Site | str) -> tuple[Site, str] | None: ...
     def select(self, tokens: Tokens | str) -> np.ndarray: ...
 
 
 class AttentionRead(Mapping[str, AttentionResult]):
-    """`run.attention`: results by site, such as "pattern[3]" or "pattern[3, 1]", or by the path of a one-layer capture,
-    such as "capture[0]"; read on access."""
+    """`run.attention`: results by site, such as "pattern[3]" or "pattern[3, 1]", or by the path of a capture, such as
+    "capture[0]"; read on access. A site is that of its last capture; the others are listed by path."""
 
     def __init__(self, run: ReadRun, ops: list[tuple[int, BoundOp]]) -> None:
         """`ops`: its captures of attention, each with the number under which its rows are stored."""
         self._run = run
         # by site and layer, the heads and the op that captured them, later ones first
         self._ops: dict[tuple[str, int | None], list[tuple[int, AttentionReader, BoundOp]]] = {}
-        self.paths: set[str] = {op.path for _, op in ops}
         for number, op in reversed(ops):
             assert isinstance(op.action, Keep)
             assert isinstance(op.action.reader, AttentionReader)
@@ -78,19 +78,18 @@ class AttentionRead(Mapping[str, AttentionResult]):
                 self._ops.setdefault((op.action.reader.site, layer), []).append((number, op.action.reader, op))
 
     def __getitem__(self, name: Site | str) -> AttentionResult:
-        path = name if isinstance(name, str) and name in self.paths else ""
-        at = self._run.op_at(path).at if path else parse_site(name)
-        if not isinstance(at.layers, int):
-            raise ProgramError(f"expected one layer, such as {at.name}[0], got {at}")
-        [found] = self.of_layers(at, path)
-        return found._replace(values=found.values.copy())
+        at, path = self._run.of_attention(name) or (parse_site(name), "")
+        found, *_ = several = self.of_layers(at, path)
+        if isinstance(at.layers, int):
+            return found._replace(values=found.values.copy())
+        largest = [each.keys for each in several if each.keys is not None and each.keys.ndim > 1]  # of `top`
+        keys = np.stack(largest) if largest else found.keys
+        return AttentionResult(str(at), found.positions, keys, np.stack([each.values for each in several]))
 
     def __contains__(self, name: object) -> bool:
-        if not isinstance(name, (str, Site)):
-            return False
         try:
-            at = parse_site(name) if name not in self.paths else self._run.op_at(str(name)).at
-            return isinstance(at.layers, int) and self._found(at, self._refs(at)[0], "") is not None
+            at, path = self._run.of_attention(name) or (parse_site(name), "")  # pyright: ignore[reportArgumentType]
+            return all(self._found(at, ref, path) is not None for ref in self._refs(at))
         except PatchclampError:  # it is no site of this model
             return False
 
@@ -98,13 +97,18 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return self[name] if name in self else default  # noqa: SIM401  it would call itself
 
     def __iter__(self) -> Iterator[str]:
-        for site, layer in reversed(self._ops):
-            for _, reader, _ in self._ops[site, layer]:
-                heads = f"{reader.first}" if reader.heads == 1 else f"{reader.first}:{reader.first + reader.heads}"
-                yield f"{site}[{layer}" + ("]" if reader.heads == self._run.site_map.sizes.heads else f", {heads}]")
+        names = dict[str, None]()
+        for (site, layer), kept in reversed(self._ops.items()):
+            for i, (_, reader, op) in enumerate(kept):
+                first, end = reader.first, reader.first + reader.heads
+                heads = "" if reader.heads == self._run.site_map.sizes.heads else f", {first}:{end}"
+                heads = f", {first}" if heads and reader.heads == 1 else heads
+                is_hidden = any(each.first <= first and end <= each.first + each.heads for _, each, _ in kept[:i])
+                names[op.path if is_hidden else f"{site}[{layer}{heads}]"] = None
+        return iter(names)
 
     def __len__(self) -> int:
-        return sum(map(len, self._ops.values()))
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         return f"<attention: {', '.join(self) or 'none'}>"
@@ -117,17 +121,18 @@ class AttentionRead(Mapping[str, AttentionResult]):
         """
         tokens, queries, maps = self._run.token_strings, list[int](), dict[str, np.ndarray]()
         for name in names or self:
-            first, end = self._heads(self._refs(parse_site(name))[0])
-            if not names and (len(maps) + end - first) * len(tokens) ** 2 > MAX_SHOWN:
+            at, path = self._run.of_attention(name) or (parse_site(name), "")
+            first, end = self._heads((refs := self._refs(at))[0])
+            if not names and (len(maps) + (end - first) * len(refs)) * len(tokens) ** 2 > MAX_SHOWN:
                 break
-            found = self[name]
-            whole = found.keys is not None and found.keys.tolist() == list(range(found.values.shape[-1]))
-            if not whole or not found.site.startswith("pattern") or (maps and found.positions != queries):
-                continue
-            queries, layer = found.positions, parse_site(found.site).layers
-            values_THK = found.values.reshape(len(queries), end - first, -1)
-            maps |= {f"pattern[{layer}], mean": values_THK.mean(1)} if end - first > 1 else {}
-            maps |= {f"pattern[{layer}, {first + h}]": values_THK[:, h] for h in range(end - first)}
+            for found in self.of_layers(at, path):
+                whole = found.keys is not None and found.keys.tolist() == list(range(found.values.shape[-1]))
+                if not whole or not found.site.startswith("pattern") or (maps and found.positions != queries):
+                    continue
+                queries, layer = found.positions, parse_site(found.site).layers
+                values_THK = found.values.reshape(len(queries), end - first, -1)
+                maps |= {f"pattern[{layer}], mean": values_THK.mean(1)} if end - first > 1 else {}
+                maps |= {f"pattern[{layer}, {first + h}]": values_THK[:, h] for h in range(end - first)}
         if not queries:
             raise ProgramError(f"expected whole patterns, got {', '.join(map(str, names or self))}", "names")
         stacked, model = np.stack(list(maps.values())), self._run.model
@@ -154,8 +159,12 @@ class AttentionRead(Mapping[str, AttentionResult]):
 
     def of_layers(self, at: Site, path: str = "") -> list[AttentionResult]:
         """The results of a site's layers, of the capture at a path or of the last ones; of all layers, of those that
-        were captured. Their values may be views of the run's rows."""
-        return [self._read(at, ref, path) for ref in self._refs(at)]
+        were captured. Values may be views of the run's rows. Raises `ProgramError` if queries or keys differ."""
+        several = [self._read(at, ref, path) for ref in self._refs(at)]
+        keys = [each.keys is not None and (each.keys.ndim > 1 or each.keys.tobytes()) for each in several]
+        if len({(*each.positions, each.values.shape, of) for each, of in zip(several, keys, strict=True)}) > 1:
+            raise ProgramError(f"{at}: queries or keys differ between layers: read one at a time")
+        return several
 
     def layers(self, at: Site, path: str = "") -> list[int]:
         """The layers of `of_layers`."""
@@ -171,11 +180,8 @@ class AttentionRead(Mapping[str, AttentionResult]):
     def _heads(self, ref: SiteRef) -> tuple[int, int]:
         """The heads of a site, half-open."""
         sizes = self._run.site_map.sizes
-        return (
-            (0, sizes.heads)
-            if ref.columns is None
-            else (ref.columns[0] // sizes.d_head, ref.columns[1] // sizes.d_head)
-        )
+        first, end = ref.columns or (0, sizes.heads * sizes.d_head)
+        return first // sizes.d_head, end // sizes.d_head
 
     def _found(self, at: Site, ref: SiteRef, path: str) -> tuple[int, AttentionReader, BoundOp] | None:
         """The last capture that has all heads of a site, with the number of its rows; None without one."""
@@ -205,24 +211,19 @@ class AttentionRead(Mapping[str, AttentionResult]):
                 raise TokensError(f"{op.keys}: the selection is empty, so there are no keys", "keys")
             values_THK = values_THK[..., _range_of(keys)]
         if isinstance(at.index, int):
-            values_THK = values_THK[:, 0]
-            keys = keys[:, 0] if op.top is not None and keys is not None else keys
+            values_THK, keys = values_THK[:, 0], keys[:, 0] if op.top is not None and keys is not None else keys
         return AttentionResult(str(ref), positions.tolist(), keys, values_THK)
 
 
 def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | np.ndarray:
     """`run[site]` of an attention site: [T, H, K], or [L, T, H, K] for several layers."""
     several = read.of_layers(at, path)
-    if any(each.keys is not None and each.keys.ndim > 1 for each in several):
-        raise ProgramError(f"{at} was captured with top=: use run.attention[{str(several[0].site)!r}], with its keys")
-    if any(each.positions != several[0].positions for each in several):
-        raise ProgramError(f"{at}: its layers have different positions: read one layer at a time")
+    if (keys := several[0].keys) is not None and keys.ndim > 1:
+        raise ProgramError(f"{at} was captured with top=: use run.attention[{path or str(at)!r}], with its keys")
     try:
         import torch
     except ImportError:
-        return (
-            np.stack([each.values for each in several]) if not isinstance(at.layers, int) else several[0].values.copy()
-        )
+        return read[path or at].values
     rows = [torch.from_numpy(each.values) for each in several]  # torch copies with many threads
     return rows[0].clone(memory_format=torch.contiguous_format) if isinstance(at.layers, int) else torch.stack(rows)
 

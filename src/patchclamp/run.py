@@ -273,7 +273,7 @@ class Run:
         """Returns `run[site]`. With `copy=False`, one layer's rows are the captured memory itself, which later reads
         and `From` share: do not change it in place."""
         as_flag(copy, "copy")
-        if (found := self._of_attention(site)) is not None:
+        if (found := self.of_attention(site)) is not None:
             return attention_rows(self.attention, *found)  # pyright: ignore[reportReturnType]
         at, refs, ordinal = self._locate(site)
         if not is_stacked(at):
@@ -285,7 +285,7 @@ class Run:
 
     def layers(self, site: Site | str) -> list[int]:
         """The layers of `run[site]`, in the order of its first axis: those of the site that were captured."""
-        if (found := self._of_attention(site)) is not None:
+        if (found := self.of_attention(site)) is not None:
             return self.attention.layers(*found)
         return [ref.layer for ref in self._locate(site)[1] if ref.layer is not None and ref.point in self._captured]
 
@@ -312,7 +312,7 @@ class Run:
 
     def positions(self, site: Site | str) -> list[int]:
         """The position of each row of `run[site]`, or of the rows that were pooled."""
-        if (found := self._of_attention(site)) is not None:
+        if (found := self.of_attention(site)) is not None:
             return self.attention.of_layers(*found)[0].positions
         _, refs, ordinal = self._locate(site)
         positions = self._shared_positions(site, refs, ordinal).tolist()
@@ -822,12 +822,11 @@ class Run:
         """The site of a name, or of the `Capture` at a path."""
         return self.op_at(site).at if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
 
-    def _of_attention(self, site: Site | str) -> tuple[Site, str] | None:
+    def of_attention(self, site: Site | str) -> tuple[Site, str] | None:
         """The attention site of a name, and the path of its capture, or ""; None for another site."""
-        if isinstance(site, str) and any(op.path == site for _, op in self.attention_ops):
-            return self.op_at(site).at, site
-        at = self._site(site)
-        return (at, "") if at.name in DERIVED else None
+        path = site if isinstance(site, str) and any(op.path == site for _, op in self.attention_ops) else ""
+        at = self.op_at(path).at if path else self._site(site)
+        return (at, path) if at.name in DERIVED else None
 
     def op_at(self, path: str) -> SiteOp:
         """The op of the program at a path."""

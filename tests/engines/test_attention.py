@@ -128,6 +128,46 @@ def test_a_query_that_sees_fewer_keys_than_asked_for_has_fewer(narrow, engine):
     assert run.attention.get(pc.z[0]) is None
 
 
+@BOTH
+@pytest.mark.parametrize("layers", [1, slice(1, 3)], ids=["a layer", "layers"])
+def test_captures_of_one_site_are_read_by_their_paths(narrow, engine, layers):
+    """Of one pattern its largest keys, its sums, and of a head some keys, whichever is last."""
+    lm, at = narrow.get(engine, "float32"), pc.pattern[layers]
+    captures = [pc.Capture(at, top=2), pc.Capture(pc.pattern[layers, 1], keys="prompt[0:2]"),
+                pc.Capture(at, spans=["prompt[0]", "prompt[1:]"]), at]  # fmt: skip
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+        [run] = lm.run([list(range(20, 32))], capture=[captures[i] for i in order], max_tokens=1)
+        top, head, spans, whole = (run.attention[f"capture[{order.index(i)}]"] for i in range(4))
+        rows = torch.from_numpy(whole.values)
+        torch.testing.assert_close(torch.from_numpy(top.values), rows.topk(2).values)
+        seen = top.keys >= 0
+        found = np.take_along_axis(whole.values, np.where(seen, top.keys, 0).astype(np.int64), -1)
+        np.testing.assert_array_equal(found[seen], top.values[seen])
+        np.testing.assert_array_equal(head.values, whole.values[..., 1, :2])
+        sums = torch.stack([rows[..., 0], rows[..., 1:].sum(-1)], -1)
+        torch.testing.assert_close(torch.from_numpy(spans.values), sums)
+        last = whole if order[-1] == 3 else top
+        assert np.array_equal(run.attention["pattern[1]"].values, last.values if layers == 1 else last.values[0])
+        assert len({*run.attention}) == len(list(run.attention)) == len(run.attention)
+        assert {f"capture[{i}]" for i in range(2)} < {*run.attention}
+        assert all(name in run.attention and len(run.attention[name].values) for name in run.attention)
+        shown = run.attention.picture(f"capture[{order.index(3)}]")
+        np.testing.assert_array_equal(dict(zip(shown.names, shown.maps, strict=True))["pattern[1, 2]"],
+                                      whole.values[:, 2] if layers == 1 else whole.values[0, :, 2])  # fmt: skip
+
+
+@BOTH
+def test_layers_with_other_keys_are_read_one_at_a_time(narrow, engine):
+    lm, keys = narrow.get(engine, "float32"), ["prompt[0:2]", "prompt[1:3]"]
+    captures = [pc.Capture(pc.pattern[i], keys=of) for i, of in enumerate(keys)]
+    [run] = lm.run([list(range(20, 32))], capture=[*captures, pc.Capture(pc.attn_scores[:2], top=1)], max_tokens=1)
+    for read in (run.attention.__getitem__, run.read, run.positions):
+        with pytest.raises(pc.ProgramError, match="one at a time"):
+            read(pc.pattern)
+        read("pattern[1]")
+    assert run.attention["attn_scores"].keys.shape == (2, 12, lm.sites.sizes.heads, 1)
+
+
 @pytest.mark.parametrize("options", [{}, CHUNKED, {"async_scheduling": False}], ids=str)
 def test_what_vllm_computed_before_is_read_from_its_cache(narrow, plain, options):
     """Chunks of 16 tokens, prefixes from the cache, and batchmates at other positions."""

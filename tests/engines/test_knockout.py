@@ -149,19 +149,37 @@ def test_queries_and_keys_far_apart(narrow, plain, engine, options):
 
 
 @BOTH
-def test_an_edit_of_nothing_changes_no_bit(narrow, engine):
+def test_queries_that_see_no_key_keep_their_bits(narrow, engine):
     lm = narrow.get(engine, "float32")
     edits = [
-        pc.Knockout(pc.prompt[8:], pc.pattern, pc.prompt[:8]),
-        pc.Scale(0, pc.pattern, pc.prompt[3], keys=pc.prompt[4]),
+        pc.Knockout(pc.prompt[8:], pc.pattern, pc.prompt[:9]),
+        pc.Scale(0, pc.pattern, pc.prompt[3, 9], keys=pc.prompt[4:8]),
     ]
-    for new in ({"max_tokens": 1}, {"max_tokens": 3, "sampling": {"temperature": 1.0, "seed": 1, "n": 2}}):
-        without, with_them = (lm.run(IDS_OF_PROMPT, edits=each, capture=pc.resid_post, **new) for each in ([], edits))
-        for one, other in zip(
-            *([each] if new["max_tokens"] == 1 else each for each in (without, with_them)), strict=True
-        ):
-            assert one.token_ids == other.token_ids
-            assert torch.equal(one[pc.resid_post], other[pc.resid_post])
+    without, with_them = (
+        lm.run(IDS_OF_PROMPT, edits=each, capture=pc.resid_post, max_tokens=1) for each in ([], edits)
+    )
+    assert with_them.acted == {"edits[0]": [8], "edits[1]": [9]}
+    rows, edited_rows = without[pc.resid_post], with_them[pc.resid_post]
+    assert torch.equal(rows[:, :8], edited_rows[:, :8])
+    assert (rows[0] != edited_rows[0]).any(-1).nonzero()[:, 0].tolist() == [8, 9]
+    knockout, scale = edits
+    for nothing in (
+        pc.Knockout("prompt[9]", pc.pattern[0], "prompt[3]"),
+        pc.Scale(0, scale.at, "prompt[3]", keys=scale.keys),
+    ):
+        with pytest.raises(pc.TokensError) as raised:
+            lm.run(IDS_OF_PROMPT, edits=[knockout, nothing], max_tokens=1)
+        assert raised.value.path == "edits[1].keys"
+
+
+@BOTH
+def test_keys_are_those_of_each_prompt(narrow, plain, engine):
+    """Prompts of one length whose selected key is at different positions."""
+    lm, first, second = narrow.get(engine, "float32"), IDS_OF_PROMPT[:12], [*IDS_OF_PROMPT[1:12], IDS_OF_PROMPT[0]]
+    knockout = pc.Knockout(pc.prompt & pc.token(IDS_OF_PROMPT[5]), pc.pattern[1], "prompt[-1]")
+    runs = lm.run([first, second, first], edits=knockout, capture=SEEN, max_tokens=1)
+    for run, key in zip(runs, (5, 4, 5), strict=True):
+        check(plain, run, {1: [(head, [11], [key]) for head in range(lm.sites.sizes.heads)]})
 
 
 @BOTH
@@ -207,6 +225,7 @@ def test_what_cannot_be_edited_says_why(narrow, engine):
     refused(pc.ShapeError, r"edits\[0\].value: .*40.* got 2",
             pc.Replace(np.ones((2, 5)), at, pc.prompt))  # fmt: skip
     refused(pc.ShapeError, r"edits\[0\].value: .* 41", pc.Replace(np.ones(42), at))
+    refused(pc.TokensError, r"edits\[0\].value: .* 5", pc.Replace(np.ones((2, 7)), at, "prompt[6, 5]"))
     probe = pc.Probe(np.ones(lm.model.d_model), pc.resid_post[0], name="p")
     refused(pc.ProgramError, "attention",
             pc.When(probe > 0, pc.Knockout("prompt[0]", at, "prompt[5:]")))  # fmt: skip
@@ -222,11 +241,16 @@ def test_a_query_whose_window_is_removed_fails_alone(engine, tmp_path, inspected
     options = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26} if engine == "vllm" else {}
     with pc.LM(folder, engine=engine, **IDS, **options) as lm:
         knockout = pc.Knockout("prompt[5:40]", pc.pattern[0], "prompt[39]")
-        edits = [[knockout], [], [pc.Scale(0, pc.pattern[0], "prompt[39]", keys="prompt[5:40]")]]
-        runs = lm.run([IDS_OF_PROMPT] * 3, edits=edits, max_tokens=2, capture=pc.z[1])
-        with pytest.raises(pc.TokensError, match="position 39"):
-            runs[0][pc.z[1]]
-        assert all(each[pc.z[1]].isfinite().all() for each in runs[1:])
+        row = np.eye(40)[[39]] / 2
+        beyond = pc.Replace(row + np.eye(40)[[0]], pc.pattern[0, 1], "prompt[39]")  # a key that the query does not see
+        edits = [[knockout], [], [pc.Scale(0, pc.pattern[0], "prompt[39]", keys="prompt[5:40]")], [beyond],
+                 [pc.Replace(row, pc.pattern[0, 1], "prompt[39]")]]  # fmt: skip
+        runs = lm.run([IDS_OF_PROMPT] * 5, edits=edits, max_tokens=2, capture=[pc.z[1], pc.pattern[0]])
+        for run in (runs[0], runs[3]):
+            with pytest.raises(pc.TokensError, match="position 39"):
+                run[pc.z[1]]
+        assert all(runs[i][pc.z[1]].isfinite().all() for i in (1, 2, 4))
+        torch.testing.assert_close(runs[4][pc.pattern[0]][39, 1, :40], torch.tensor(row[0], dtype=torch.float32))
 
 
 def test_what_fails_within_an_edit_of_attention_is_told_as_that(narrow, monkeypatch):
@@ -283,15 +307,31 @@ def test_an_edge_sweep_is_its_knockouts(narrow, engine):
     assert np.ptp(sweep.values) > 1e-3
     by_head = pc.studies.edge_sweep(lm, **options, layers=1, window=1, group=1)
     assert [row.index for row in by_head.rows] == [str(head) for head in range(lm.sites.sizes.heads)]
-    with pytest.raises(pc.TokensError, match="no keys"):
-        pc.studies.edge_sweep(
-            lm, prompt=ids, answer=9, metric="logprob", queries=["prompt[:2]"], positions=["prompt[0]"]
-        )
     for wrong in (
         {"queries": "prompt[0]", "positions": "prompt[3]"}, {"queries": "prompt[0]", "positions": ["prompt[0]", "prompt[3]"]},
+        {"queries": "prompt[0]", "positions": None}, {"positions": ["prompt"]},
     ):  # fmt: skip
         with pytest.raises(pc.TokensError, match="positions"):
             pc.studies.edge_sweep(lm, **(options | wrong))
+
+
+@BOTH
+@pytest.mark.parametrize("queries", ["prompt", ["prompt[0]", "prompt[2]", "prompt[-1]"]], ids=["one", "several"])
+def test_an_edge_sweep_leaves_out_queries_that_would_see_nothing(narrow, engine, queries):
+    lm, ids = narrow.get(engine, "float32"), IDS_OF_PROMPT[:4]
+    sweep = pc.studies.edge_sweep(lm, prompt=ids, answer=9, metric="logprob", queries=queries, layers="1:3", window=2)
+    assert [(side, position) for side, position, _ in sweep.skipped] == [("clean", 0)]
+    edges = [(column.corrupt, column.clean) for column in sweep.columns]
+    assert edges == (
+        [((0,), (1, 2, 3)), ((1,), (1, 2, 3)), ((2,), (2, 3)), ((3,), (3,))] if queries == "prompt"
+        else [((key,), (query,)) for query in (2, 3) for key in range(query + 1)]
+    )  # fmt: skip
+    edits = [
+        [pc.Knockout(pc.every[keys], at, pc.every[of]) for at in row.sites] for row in sweep.rows for keys, of in edges
+    ]
+    grades = lm.grade(ids, edits, score=[9])
+    np.testing.assert_allclose(sweep.values.ravel(), grades.logprobs[:, 0], atol=1e-5)
+    assert np.abs(sweep.effect).max() > 1e-3
 
 
 @BOTH

@@ -27,21 +27,22 @@ def programs(lm: pc.LM) -> dict[str, tuple[Program, int]]:
     source, width = lm.run(COLOSSEUM, max_tokens=1, capture=pc.resid_mid), lm.model.d_model
     v = np.resize(V, width)
     lm.bank["push"] = [pc.Add(v, at=pc.resid_post[0])]
-    at = pc.resid_post[0]
+    at, named = pc.resid_post[0], pc.prompt & (pc.token(11) | pc.token(22) | pc.token(33))
     return {
         "everywhere": (Program.of([pc.Add(v, at=at)], [pc.resid_post]), 2),
         "edits of every token": (Program.of([pc.Add(v, at=at), pc.Ablate(v, pc.mlp_out, strength=0.5)]), 1),
         "edits of the prompt": (Program.of([pc.Add(v, at=at), pc.Zero(pc.mlp_out[1], tokens=pc.prompt[:])]), 2),
         "ends that count back": (Program.of([pc.Zero(at, tokens=pc.prompt[-2:] | pc.generated)]), 2),
         "another run's row": (Program.of([pc.Replace(pc.From(source, pc.resid_mid[0], pc.prompt[1]), at, 1)]), 2),
+        "its own row by token id": (Program.of([pc.Replace(pc.SameRun(pc.resid_mid[0], named), at, pc.prompt[-1])]), 3),
         "by token id": (Program.of([pc.Scale(2.0, at, tokens=pc.every - pc.token(13))]), 3),
         "a named program": (Program.of([pc.Use("push")]), 3),
         "code": (Program.of([pc.Apply(lambda h: h, at=at)]), 3),
     }
 
 
-@pytest.mark.parametrize("name", ["everywhere", "edits of every token", "edits of the prompt", "ends that count back", "another run's row", "by token id",
-                                  "a named program", "code"])  # fmt: skip
+@pytest.mark.parametrize("name", ["everywhere", "edits of every token", "edits of the prompt", "ends that count back", "another run's row", "its own row by token id",
+                                  "by token id", "a named program", "code"])  # fmt: skip
 def test_it_is_bound_as_for_each_prompt(lm, name, monkeypatch):
     (program, times), bound_for = programs(lm)[name], []
     monkeypatch.setattr(sys.modules[bind.__module__], "bind", lambda *args: bound_for.append(args[1]) or bind(*args))

@@ -1,5 +1,6 @@
 """Probes and pooled captures on the fake engine: equal to arithmetic on captured rows, in every form and order."""
 
+import importlib
 import itertools
 import weakref
 
@@ -289,7 +290,10 @@ def test_files_with_other_tensors_are_refused(tmp_path):
     np.savez(tmp_path / "q.npz", bias=np.ones(1))
     np.savez(tmp_path / "n.npz", weight=np.array([[np.nan, 1.0]]))
     np.savez(tmp_path / "w.npz", weight=np.ones((2, 3, 4)))
-    for name in ("p", "q", "n", "w", "missing"):
+    np.savez(tmp_path / "two.npz", weight=np.ones((1, 4)), coef_=np.zeros((1, 4)))  # each part under one name
+    np.savez(tmp_path / "biases.npz", weight=np.ones((1, 4)), bias=np.ones(1), intercept_=np.zeros(1))
+    np.savez(tmp_path / "short.npz", W=np.ones((1, 4)))
+    for name in ("p", "q", "n", "w", "missing", "two", "biases", "short"):
         with pytest.raises(pc.PatchclampError):
             pc.Probe.load(tmp_path / f"{name}.npz", at=pc.resid_post[0])
 
@@ -329,6 +333,67 @@ def test_fitted_models_of_scikit_learn_become_probes():
     for wrong in (linear.LogisticRegression(), object(), pipeline.make_pipeline(StandardScaler(), linear.Ridge())):
         with pytest.raises(pc.ProgramError):
             pc.Probe.of(wrong, at=pc.resid_post[0], name="wrong")
+
+
+SGD = {"random_state": 0, "max_iter": 50, "tol": None}
+MODELS = {  # of scikit-learn, and the method whose scores a probe has, for 2 and for 3 classes; None: it cannot
+    "linear_model.SGDClassifier log_loss": (SGD | {"loss": "log_loss"}, "predict_proba", None),
+    "linear_model.SGDClassifier modified_huber": (SGD | {"loss": "modified_huber"}, None, None),
+    "linear_model.SGDClassifier hinge": (SGD, "decision_function", "decision_function"),
+    "svm.SVC": ({"kernel": "linear"}, "decision_function", None),
+    "svm.SVC proba": ({"kernel": "linear", "probability": True, "random_state": 0}, None, None),
+    "svm.LinearSVC": ({}, "decision_function", "decision_function"),
+    "linear_model.RidgeClassifier": ({}, "decision_function", "decision_function"),
+    "discriminant_analysis.LinearDiscriminantAnalysis": ({}, "predict_proba", "predict_proba"),
+    "cross_decomposition.PLSRegression": ({"n_components": 1}, None, None),
+    "linear_model.PoissonRegressor": ({}, None, None),
+    "linear_model.LinearRegression": ({"fit_intercept": False}, "predict", "predict"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "classes"), itertools.product(MODELS, (2, 3)))
+def test_a_probe_has_the_scores_of_its_model_or_is_refused(name, classes):
+    pytest.importorskip("sklearn")
+    module, _, kind = name.partition(" ")[0].partition(".")
+    options, *methods = MODELS[name]
+    model, method = getattr(importlib.import_module(f"sklearn.{module}"), kind)(**options), methods[classes - 2]
+    rng = np.random.default_rng(6)
+    rows = rng.standard_normal((120, 6)) + 1
+    model.fit(rows, ((rows - 1) @ rng.standard_normal((6, classes))).argmax(1))
+    if method is None:
+        with pytest.raises(pc.ProgramError, match="differs") as raised:
+            pc.Probe.of(model, at=pc.resid_post[0], name="p")
+        assert raised.value.path == "model"
+        return
+    probe = pc.Probe.of(model, at=pc.resid_post[0], name="p")
+    products = rows @ probe.weight.rows().T + (0 if probe.bias is None else probe.bias.array())
+    expected = getattr(model, method)(rows).reshape(len(rows), -1)
+    np.testing.assert_allclose(ACTIVATIONS[probe.activation](products), expected[:, -products.shape[1] :], atol=1e-4)
+
+
+def test_models_in_other_forms():
+    linear, torch = pytest.importorskip("sklearn.linear_model"), pytest.importorskip("torch")
+    rng, at = np.random.default_rng(7), pc.resid_post[0]
+    rows = rng.standard_normal((120, 6))
+    labels = (rows @ rng.standard_normal((6, 3))).argmax(1)
+    dense = pc.Probe.of(linear.LogisticRegression().fit(rows, labels), at, name="p")
+    assert pc.Probe.of(linear.LogisticRegression().fit(rows, labels).sparsify(), at, name="p") == dense
+    one_versus_rest = linear.SGDClassifier(loss="log_loss", **SGD).fit(rows, labels)
+    scores = pc.Probe.of(one_versus_rest, at, activation="sigmoid", name="p")  # of each class alone
+    products = rows @ scores.weight.rows().T + scores.bias.array()
+    np.testing.assert_allclose(products, one_versus_rest.decision_function(rows), atol=1e-4)
+    half = torch.nn.Linear(6, 2).bfloat16()
+    assert pc.Probe.of(half, at, name="p").weight == pc.Vector.of(half.weight)
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, rows):
+            return super().forward(rows) + rows[:, :1]
+
+    for other in (torch.nn.LazyLinear(2), Adapted(6, 2)):
+        with pytest.raises(pc.ProgramError) as raised:
+            pc.Probe.of(other, at, name="p")
+        assert raised.value.path == "model"
 
 
 # -- many runs at once

@@ -310,11 +310,30 @@ def test_what_cannot_be_decided_is_refused_with_its_path(case):
 
 def test_too_many_conditions_are_refused():
     many = [pc.When(i < P, pc.Zero(pc.mlp_out[1])) for i in range(40)]
-    latches = [pc.When(P > 0, pc.Zero(pc.mlp_out[1]), scope="onwards") for _ in range(9)]
+    latches = [pc.When(i < P, pc.Zero(pc.mlp_out[1]), scope="onwards") for i in range(9)]
     for edits in (many, latches):
         with pytest.raises(pc.ProgramError):
             LM.run(PROMPT, edits=edits)
     assert LM.run(PROMPT, edits=many[:23], max_tokens=1).acted
+
+
+@pytest.mark.parametrize("scope", ["token", "prompt", "onwards"])
+def test_equal_conditions_are_decided_once(scope):
+    """However many edits they guard, which are those of one with all of them."""
+    made, t = probe(0.3)
+    other = pc.Probe(vector(2), at=pc.resid_post[0], name="q")
+    joins = [(made > t) & (other < 9), (other < 9) & (made > t), ~((made > t) & (other < 9))]
+    adds = [pc.Add(vector(i), at=pc.resid_post[1 + i % 2]) for i in range(90)]
+    once = [pc.When(join, [adds[j] for j in range(90) if (j % 3 == 2) == (join == joins[2])], scope=scope)
+            for join in (joins[0], joins[2])]  # fmt: skip
+    run, alone = (LM.run(PROMPT, max_tokens=NEW, edits=edits, capture=pc.resid_post) for edits in (
+        [pc.When(joins[i % 3], add, scope=scope) for i, add in enumerate(adds)], once))  # fmt: skip
+    for i in range(90):
+        held = alone.acted[f"edits[{int(i % 3 == 2)}].edits[0]"]
+        assert run.acted[f"edits[{i}].edits[0]"] == held
+    assert any(run.acted.values())
+    assert run.token_ids == alone.token_ids
+    np.testing.assert_allclose(run[pc.resid_post], alone[pc.resid_post], rtol=1e-4, atol=1e-3)
 
 
 def test_conditions_have_a_text_form_and_no_truth_value():

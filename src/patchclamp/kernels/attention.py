@@ -127,7 +127,8 @@ def edited(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One request's pattern with its edits applied, [N, H, T], and a mask of the changed rows, [N, H].
 
-    Keys are removed first, before the softmax; other edits follow in order. A row without remaining keys is NaN.
+    Keys are removed first, before the softmax; other edits follow in order. A row without remaining keys is NaN, and so
+    is a probability of a key that its query does not see.
     """
     sees_NHT, (length, heads) = scores_NHT > -torch.inf, scores_NHT.shape[:0:-1]
     touched_NH = torch.zeros_like(sees_NHT[..., 0])
@@ -144,14 +145,13 @@ def edited(
         if edit.factor is None:
             continue
         part = edit.of_heads(first, heads)
-        where_NHT = edit.where(position_N, length) & sees_NHT[:, part]
+        where_NHT = edit.where(position_N, length) & (sees_NHT[:, part] | (edit.rows is not None))
         old_NHT = found_NHT[:, part]
         if edit.rows is None:
             new_NHT = edit.factor * old_NHT
         else:
-            row_NT = torch.nn.functional.pad(edit.rows[:, :length], (0, max(length - edit.rows.shape[1], 0)))
-            row_NT = row_NT[edit.row_of(position_N)]
-            new_NHT = edit.factor * row_NT[:, None]
+            row_NT = torch.nn.functional.pad(edit.rows[edit.row_of(position_N)], (0, length - edit.rows.shape[1]))
+            new_NHT = edit.factor * row_NT[:, None].masked_fill(~sees_NHT[:, part] & (row_NT[:, None] != 0), torch.nan)
             if edit.factor != 1.0:
                 new_NHT = new_NHT + (1 - edit.factor) * old_NHT
         found_NHT[:, part] = torch.where(where_NHT, new_NHT, old_NHT)

@@ -308,10 +308,10 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         activation: str | None = None,
     ) -> Probe:  # fmt: skip
         """Make a probe from a fitted linear model of scikit-learn, a pipeline of a `StandardScaler` and such a model
-        (the scaler is folded into weight and bias), or a `torch.nn.Linear`. The activation is "sigmoid" for logistic
-        regression, "softmax" for multiclass, None otherwise."""
-        weight, bias, own = linear_model(model)
-        return cls(weight, at, tokens, bias, activation or own, pool, name)
+        (the scaler is folded into weight and bias), or a `torch.nn.Linear`. The activation is of its probabilities:
+        "sigmoid" for two classes, "softmax" for more. Raises `ProgramError` if its own scores of random rows differ."""
+        weight, bias, activation = linear_model(model, activation)
+        return cls(weight, at, tokens, bias, activation, pool, name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write weight, bias and activation to a .safetensors file, for `load`. The site is not part of the file."""
@@ -658,7 +658,7 @@ class Knockout(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Remove edges of attention: in the heads of `at`, such as `pattern[3:8]` or `pattern[3, 1]`, the queries of
     `tokens` do not attend to `keys`, and the probabilities of their other keys are renormalised.
 
-    Keys after a query are ignored, as causal attention masks them. Leaving a query without any key is an error.
+    Queries before all of the keys are not edited. If all are, or a query is left without any key, it is an error.
     Source: attention knockout; Geva et al. 2023 (arXiv:2304.14767).
     """
 

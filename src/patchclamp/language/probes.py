@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import warnings
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.values import as_array
 
 if TYPE_CHECKING:
     import numpy as np
 
-NAMES = {"weight": ("weight", "coef_", "W"), "bias": ("bias", "intercept_", "b")}
+NAMES = {"weight": "weight", "coef_": "weight", "bias": "bias", "intercept_": "bias"}
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -25,15 +28,13 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
     import numpy as np
     import safetensors
 
-    file, metadata = Path(path), dict[str, str]()
+    file, found, metadata = Path(path), dict[str, np.ndarray](), dict[str, str]()
     try:
         if file.suffix == ".safetensors":
             with safetensors.safe_open(file, "np") as opened:
-                types = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-                found = {
-                    name: _bfloat16(file, name) if dtype == "BF16" else opened.get_tensor(name)
-                    for name, dtype in types.items()
-                }
+                for name in opened.keys():  # noqa: SIM118
+                    is_bf16 = opened.get_slice(name).get_dtype() == "BF16"
+                    found[name] = _bfloat16(file, name) if is_bf16 else opened.get_tensor(name)
                 metadata = opened.metadata() or {}
         elif file.suffix == ".npz":
             check_archive(file)
@@ -53,14 +54,9 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
 
 
 def check_archive(file: Path) -> None:
-    """Raise `ProgramError` for an invalid zip archive, or one that expands to over 64 times its size."""
-    try:
-        with zipfile.ZipFile(file) as opened:
-            size = sum(member.file_size for member in opened.infolist())
-    except OSError as error:
-        raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
-    except Exception as error:  # of many classes, as above
-        raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
+    """Raise `ProgramError` for a zip archive that expands to over 64 times its size, and zipfile's errors."""
+    with zipfile.ZipFile(file) as opened:
+        size = sum(member.file_size for member in opened.infolist())
     if size > 64 * file.stat().st_size:
         raise ProgramError(f"{file.name!r} would expand to {size} bytes", "path")
 
@@ -74,17 +70,14 @@ def _bfloat16(file: Path, name: str) -> np.ndarray:
         tensor = msgspec.json.decode(opened.read(length))[name]
         begin, end = tensor["data_offsets"]
         opened.seek(8 + length + begin)
-        halves = np.frombuffer(opened.read(end - begin), "<u2")
-    return (halves.astype("<u4") << 16).view("<f4").reshape(tensor["shape"])
+        return (np.frombuffer(opened.read(end - begin), "<u2").astype("<u4") << 16).view("<f4").reshape(tensor["shape"])
 
 
 def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read `weight`, an optional `bias` and the metadata of a file. Raises like `read_arrays`, and `ProgramError` for
-    other contents."""
+    """Read `weight`, an optional `bias` and the metadata of a file. Raises `ProgramError` for other files."""
     found, metadata = read_arrays(path)
-    arrays = {part: found[name] for part, names in NAMES.items() for name in names[::-1] if name in found}
-    others = found.keys() - {name for names in NAMES.values() for name in names}
-    if "weight" not in arrays or others:
+    arrays = {NAMES.get(name, name): array for name, array in found.items()}
+    if "weight" not in arrays or len(arrays) < len(found) or arrays.keys() - NAMES.keys():
         raise ProgramError(f"expected tensors weight and bias, got {', '.join(sorted(found)) or 'none'}", "path")
     return arrays, metadata
 
@@ -101,45 +94,50 @@ def write_probe(
     save_file(tensors, Path(path), {} if activation is None else {"activation": activation})
 
 
-def linear_model(model: Any) -> tuple[np.ndarray, np.ndarray | None, str | None]:
-    """The weight [k, D], bias [k] and activation of a fitted linear model, with the scalers before it folded in.
+def linear_model(model: Any, activation: str | None) -> tuple[np.ndarray, np.ndarray | None, str | None]:
+    """The weight [k, D], bias [k] and activation (None: the model's own) of a fitted linear model, with the scalers
+    before it folded in. Raises `ProgramError` for other models, and if its own scores differ on random rows."""
+    import numpy as np
 
-    Raises `ProgramError` for a model that is not linear or not fitted.
-    """
+    draw, own = np.random.default_rng(0), activation is None and hasattr(model, "predict_proba")
+    methods = ("predict_proba",) if own else ("decision_function", "predict", "forward")
+    try:
+        weight, bias = _affine(model)
+        activation = ("sigmoid" if len(weight) == 1 else "softmax") if own else activation
+        rows, products = draw.standard_normal((64, weight.shape[1])), draw.normal(0, 2, (64, len(weight)))
+        # with these small products, at which an activation shows every difference
+        rows += (products - rows @ weight.T - bias) @ np.linalg.pinv(weight, 1e-6).T
+        found = activated(rows @ weight.T + bias, activation if own else None)
+        method = next(each for each in methods if hasattr(model, each))
+        exact = copy.deepcopy(model).double().cpu() if method == "forward" else model
+        with warnings.catch_warnings(action="ignore"):  # of rows without column names
+            scores = as_array(getattr(exact, method)(exact.weight.new_tensor(rows) if method == "forward" else rows))
+        scores = scores.reshape(len(rows), -1)[:, int(own and len(weight) == 1) :]
+        if scores.shape != found.shape or not np.allclose(found, scores, atol=1e-3):
+            score = f"{activation}(W h + b), so pass activation=" if own else "W h + b"
+            raise ValueError(f"{method} differs from {score}")
+    except Exception as error:  # of many classes, by models of other kinds
+        raise ProgramError(f"expected a fitted linear model, got {type(model).__name__}: {error}", "model") from None
+    return weight, bias if bias.any() else None, activation
+
+
+def _affine(model: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The weight [k, D] and bias [k] of a linear model, in fp64."""
     import numpy as np
 
     if hasattr(model, "steps"):  # a pipeline of scikit-learn
         *scalers, (_, last) = model.steps
-        weight, bias, activation = linear_model(last)
-        weight, bias = weight.astype(np.float64), np.zeros(len(weight)) if bias is None else bias.astype(np.float64)
-        for _, scaler in reversed(scalers):
-            if scaler in (None, "passthrough"):
-                continue
-            if type(scaler).__name__ != "StandardScaler" or not hasattr(scaler, "n_features_in_"):
-                raise ProgramError(f"expected fitted StandardScalers before the model, got {type(scaler).__name__}")
+        weight, bias = _affine(last)
+        for scaler in (scaler for _, scaler in reversed(scalers) if scaler not in (None, "passthrough")):
             weight = weight if scaler.scale_ is None else weight / scaler.scale_
             bias = bias if scaler.mean_ is None or not scaler.with_mean else bias - weight @ scaler.mean_
-        return weight, bias, activation
+        return weight, bias
     if hasattr(model, "coef_"):
-        weight, bias = np.atleast_2d(model.coef_), np.atleast_1d(np.asarray(model.intercept_, np.float64))
-        return weight, np.broadcast_to(bias, len(weight)), _activation(model, len(weight))
-    if hasattr(model, "in_features") and hasattr(model, "weight"):
-        weight, *biases = (
-            part.detach().float().cpu().numpy() for part in (model.weight, model.bias) if part is not None
-        )
-        return weight, biases[0] if biases else None, None
-    raise ProgramError(
-        f"expected a fitted linear model of scikit-learn or a torch.nn.Linear, got {type(model).__name__}", "model"
-    )
-
-
-def _activation(model: Any, outputs: int) -> str | None:
-    """The activation that a classifier applies to its logits."""
-    if not hasattr(model, "predict_proba"):
-        return None
-    if getattr(model, "multi_class", "") == "ovr" and outputs > 1:
-        raise ProgramError("one-versus-rest probabilities are not a softmax; pass activation= or fit multinomial")
-    return "sigmoid" if outputs == 1 else "softmax"
+        dense = model.coef_.toarray() if hasattr(model.coef_, "toarray") else model.coef_
+        weight, bias = np.atleast_2d(np.asarray(dense, np.float64)), np.asarray(model.intercept_, np.float64)
+    else:  # a module of PyTorch
+        weight, bias = (np.zeros(1) if each is None else as_array(each) for each in (model.weight, model.bias))
+    return weight, np.broadcast_to(bias, len(weight))
 
 
 def activated(products: Any, activation: str | None) -> Any:

@@ -488,9 +488,11 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
         import torch
     except ImportError:
         raise ProgramError(f"reading {file.name!r} needs PyTorch: pip install torch", "path") from None
-    check_archive(file)
     try:
+        check_archive(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except ProgramError:
+        raise
     except Exception as error:  # of many classes, for files that are not what they seem
         reason = str(error).strip().partition("\n")[0]
         raise ProgramError(f"{file.name!r} is not a valid .pt file with only tensors: {reason:.300}", "path") from None

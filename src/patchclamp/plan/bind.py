@@ -138,9 +138,10 @@ class Context(Protocol):
         """The first head of the op's site, the number of heads, and the request's number of positions."""
         ...
 
-    def edges(self, keys: Tokens | None, removed: bool = False) -> tuple[tuple[int, int], ...]:
-        """The ranges of keys whose attention is edited; () for None. Raises `TokensError` for queries or keys that
-        depend on generated tokens, and if `removed` keys leave a query without any."""
+    def edges(self, keys: Tokens | Vector, removed: bool = False) -> tuple[tuple[int, int], ...]:
+        """The ranges of keys whose attention is edited; () for new rows of the pattern. Queries before all keys are
+        dropped. Raises `TokensError` for selections that depend on generated tokens, if no query is left, if `removed`
+        keys leave a query without any, and for a row with probabilities of keys after its query."""
         ...
 
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
@@ -281,8 +282,8 @@ def _replace(op: ops.Replace, context: Context) -> Lowered:
         _, _, limit = context.heads()
         if width > limit:
             raise ShapeError(f"expected rows of at most {limit} numbers, got {list(op.value.shape)}", "value")
-        action = Attended(context.edges(None), op.alpha, context.put(op.value))
-        return Lowered(action, rows=context.rows(several[0]) if several else None)
+        rows = context.rows(several[0]) if several else None
+        return Lowered(Attended(context.edges(op.value), op.alpha, context.put(op.value)), rows=rows)
     values, rows = context.value(as_value(op.value))
     if op.basis is not None:
         context.needs_whole_rows(op)
@@ -308,7 +309,7 @@ def _mean(op: ops.Mean, context: Context) -> Lowered:
 @lower.register
 def _scale(op: ops.Scale, context: Context) -> Lowered:
     if op.at.name in DERIVED:
-        return Lowered(Attended(context.edges(op.keys), op.factor))
+        return Lowered(Attended(context.edges(op.keys or every), op.factor))
     return Lowered(Linear(op.factor, 0.0))
 
 
@@ -489,11 +490,11 @@ class Known:
         return self.ranges[key][0]
 
 
-def is_positional(tokens: Selection) -> bool:
-    """True if a selection depends only on positions."""
+def is_positional(tokens: Selection | None) -> bool:
+    """True if a selection depends only on positions, or is None."""
     if isinstance(tokens, Joined):
         return is_positional(tokens.left) and is_positional(tokens.right)
-    return isinstance(tokens, Positions)
+    return tokens is None or isinstance(tokens, Positions)
 
 
 class _Binder:
@@ -511,7 +512,7 @@ class _Binder:
         self._read_after: dict[str, list[int]] = {}  # the same number where a probe is read, at each of its points
         self._probes: dict[str, Probe] = {}  # by name, and features that conditions compare
         self._tests: dict[str, list[BoundOp]] = {}  # the comparisons of each probe
-        self._bit_of: dict[Above, int] = {}
+        self._bit_of: dict[Any, int] = {}  # by comparison; also bits and latches of conditions, by what sets them
         self._bits, self._latches = itertools.count(), itertools.count()
         self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
         self._spans: dict[tuple[tuple[int, int], bool], Guard] = {}  # by delimiters, and inside or outside
@@ -566,12 +567,9 @@ class _Binder:
         """Bind conditional edits: first the probes and the decision, then the edits with their guard."""
         ops: list[BoundOp] = []
         points: dict[int, Point] = {}  # that its probes read, by depth
-        try:
-            asked = self._by_probes(op.condition)
-        except PatchclampError as error:
-            raise error.under("condition") from None
         within = np.ones(self.limit, bool)  # the positions that all of them read
         try:
+            asked = self._by_probes(op.condition)
             for each in comparisons(asked):
                 ops += self._read(f"{path}.condition", each.probe, is_compared=True)
                 point, read = self._comparison(f"{path}.condition", each)
@@ -589,9 +587,12 @@ class _Binder:
         if not where:
             raise TokensError("no token is read by all of the condition's probes, so it can never hold", "condition")
 
-        def decide(action: Action) -> int:
-            ops.append(BoundOp(f"{path}.condition", action, (last.number,), (), where))
-            return action.bit if isinstance(action, All) else 0
+        def decide(new: Callable[[str], int], field: str, make: Callable[[int], All | Latch]) -> int:
+            key = make(0), last.number, where
+            if key not in self._bit_of:  # else an earlier condition decided the same
+                self._bit_of[key] = new(field)
+                ops.append(BoundOp(f"{path}.condition", make(self._bit_of[key]), (last.number,), (), where))
+            return self._bit_of[key]
 
         def bit_of(condition: ProbeCondition, negated: bool = False) -> int:
             """The bit that a condition or its negation sets."""
@@ -607,11 +608,10 @@ class _Binder:
                 elif not isinstance(part, Above):
                     wanted[bit_of(part)] = 1
             mask, set_bits = sum(1 << bit for bit in wanted), sum(one << bit for bit, one in wanted.items())
-            return decide(All(self._next_bit("condition"), mask, set_bits, negated))
+            return decide(self._next_bit, "condition", lambda bit: All(bit, mask, set_bits, negated))
 
         guard = Guard(bit_of(asked))
         if op.scope != "token":
-            latch = self._next_latch("scope")
             if op.scope == "prompt":
                 end = len(self.prompt.ids) - 1
                 where = tuple(PositionRange(end, end + 1) for each in where if each.start <= end < each.stop)
@@ -619,8 +619,7 @@ class _Binder:
                     raise TokensError(
                         "the condition is evaluated at the last prompt token, which its probes do not read", "condition"
                     )
-            decide(Latch(guard.bit, latch))
-            guard = Guard(0, latch)
+            guard = Guard(0, decide(self._next_latch, "scope", lambda latch: Latch(guard.bit, latch)))
         first = where[0].start
         return [*ops, *itertools.chain.from_iterable(
             self._conditional(f"{path}.edits[{i}]", edit, guard, last, first) for i, edit in enumerate(op.edits)
@@ -971,25 +970,29 @@ class _OpBinder:
         first, end = ref.columns or (0, sizes["Q"])
         return first // sizes.d_head, (end - first) // sizes.d_head, self._binder.limit
 
-    def edges(self, keys: Tokens | None, removed: bool = False) -> tuple[tuple[int, int], ...]:
-        cases = [] if keys is None else self._binder.select(keys, self._refs[0])
+    def edges(self, keys: Tokens | Vector, removed: bool = False) -> tuple[tuple[int, int], ...]:
+        cases = [] if isinstance(keys, Vector) else self._binder.select(keys, self._refs[0])
         for field, case in (("tokens", self._case), *(("keys", case) for case in cases)):
             if case.ids or case.inside is not None or not case.alone:
                 raise TokensError(
                     "expected fixed positions for an edit of attention, got a selection that depends on generated "
                     "tokens: use prompt & ... to select in the prompt", field
                 )  # fmt: skip
-        if keys is None:
+        queries = self._case.positions
+        if isinstance(keys, Vector):
+            last = (np.arange(keys.shape[-1]) * (keys.rows() != 0)).max(1)
+            if len(late := queries[last > queries]):
+                raise TokensError(f"the token at position {late[0]} does not see all keys of its row", "value")
             return ()
-        positions, queries = self._binder.known.merged_of(cases), self._case.positions
-        if not len(positions):
-            raise TokensError(f"{keys} selects no positions in this request, so nothing would be edited", "keys")
+        positions = self._binder.known.merged_of(cases)
+        seeing = queries >= positions.min(initial=self._binder.limit)
+        if not seeing.any():
+            raise TokensError(f"{keys} has no position up to that of a query, so nothing would be edited", "keys")
+        if not seeing.all():
+            self._case = msgspec.structs.replace(self._case, positions=queries[seeing])
         blind = queries[np.searchsorted(positions, queries, "right") == queries + 1]
         if removed and len(blind):
-            raise TokensError(
-                f"the token at position {blind[0]} would have no keys left: keep at least one, or select other tokens",
-                "tokens"
-            )  # fmt: skip
+            raise TokensError(f"the token at position {blind[0]} would have no keys left: keep at least one", "tokens")
         return tuple((each.start, each.stop) for each in position_ranges(positions, None))
 
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
@@ -1031,14 +1034,9 @@ class _OpBinder:
         return vectors[0]
 
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
-        if isinstance(value, From):
+        if isinstance(value, (From, SameRun)):
             try:
-                return self._rows_of(value)
-            except PatchclampError as error:
-                raise error.under("value") from None
-        if isinstance(value, SameRun):
-            try:
-                return self._own_rows(value)
+                return self._rows_of(value) if isinstance(value, From) else self._own_rows(value)
             except PatchclampError as error:
                 raise error.under("value") from None
         vectors = self._vectors(value, "value")
@@ -1359,5 +1357,7 @@ class Bindings:
 def is_of_length_alone(program: Program) -> bool:
     """True if a program binds identically to all prompts of one length: it selects by position and runs no code."""
     return all(
-        isinstance(op, SiteOp) and not isinstance(op, Apply) and is_positional(op.tokens) for _, op in program.ops
-    )
+        isinstance(op, SiteOp) and not isinstance(op, Apply) and all(map(is_positional, (
+            op.tokens, getattr(op, "keys", None), getattr(getattr(op, "value", None), "position", None)
+        ))) for _, op in program.ops
+    )  # fmt: skip

@@ -144,7 +144,7 @@ class EditedAttention:
 
     def change(self, rows_NZ: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The attention result, with edited rows computed from their pattern. Raises `TokensError` for a query without
-        visible keys, and `UnsupportedSite` if patterns and values do not reproduce the engine's result."""
+        visible keys, or a row for others; `UnsupportedSite` if pattern times values is not the result of the engine."""
         first, count, heads = int(positions[0]), int(positions[-1]) + 1, self._end - self._first
         query_NHE = self._held.pop(first).view(len(rows_NZ), self._heads, -1)
         edited_M = torch.stack([edit.is_query(positions) for edit in self._edits]).any(0).nonzero()[:, 0]
@@ -167,7 +167,7 @@ class EditedAttention:
             pattern_NHT, touched_NH = edited(found_NHT, position, self._edits, facts, self._first)
             blind_NH = pattern_NHT.isnan().any(2) & ~found_NHT.isnan().any(2)
             if bool((blind_N := blind_NH.any(1)).any()):
-                raise TokensError(f"the token at position {int(position[blind_N][0])} would attend to nothing")
+                raise TokensError(f"the token at position {int(position[blind_N][0])} sees no key, or not all of a row")
             result_NHE = torch.einsum("nht,the->nhe", pattern_NHT, value_THE)
             new_NHE[part, self._first : self._end] = torch.where(touched_NH[..., None], result_NHE, out_NHE)
         return new_NHE.flatten(1)

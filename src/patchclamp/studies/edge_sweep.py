@@ -35,11 +35,11 @@ class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
 class EdgeSweep(PromptGrid):
     """Knock out attention from queries to keys, by layers and heads, and show where the answer suffers.
 
-    A cell is a window of layers, all heads or a group of them, some queries, and some keys. Effects are measured
-    against the run without a knockout.
+    A cell is a window of layers, all heads or a group of them, some keys, and some queries: those that see a key of the
+    cell, and another one (`clean` of its column). `skipped` has the queries of no cell. Effects are measured against
+    the run without a knockout.
 
-    Raises: `ProgramError` for a wrong argument, `TokensError` for an empty selection or a query that would be left with
-    no key, and the error of any run.
+    Raises: `ProgramError` for a wrong argument, `TokensError` for an empty selection, and the error of any run.
     """
 
     command = "edge-sweep"
@@ -60,31 +60,31 @@ class EdgeSweep(PromptGrid):
         if self.metric == "recovered":
             raise ProgramError("recovered requires a corrupt prompt: use logit_diff, logprob or prob", "metric")
         prompts = self.read(lm, self.metric)
-        columns = [self._columns(lm, words, i, len(prompts)) for i, (words, _) in enumerate(prompts)]
-        if any(each.keys() != columns[0].keys() for each in columns):
+        read = [self._columns(lm, words, i, len(prompts)) for i, (words, _) in enumerate(prompts)]
+        if any(each.keys() != read[0][0].keys() for each, _ in read):
             raise TokensError("expected the same key columns for each query in every prompt", "queries")
-        cases = [GridCase(words, Words((), (), ""), graded, Alignment((), (), ()), tuple(of_prompt.values()))
-                 for (words, graded), of_prompt in zip(prompts, columns, strict=True)]  # fmt: skip
+        cases = [GridCase(words, Words((), (), ""), graded, Alignment((), (*sorted(skipped),), ()), tuple(of.values()))
+                 for (words, graded), (of, skipped) in zip(prompts, read, strict=True)]  # fmt: skip
         rows = inputs.rows_of(lm, "pattern", self.layers, self.group, self.window, parse_site)
         return _EdgePlan(lm, self, EdgeSweepResult, cases, rows, direction="noising", source=sources.Zeros(),
                          seed=self.seed, verb="knocking out")  # fmt: skip
 
-    def _columns(self, lm: LM, words: Words, number: int, count: int) -> dict[tuple[int, int], Column]:
-        """The columns of a prompt by (query, key) selection number, without pairs where no query sees a key."""
+    def _columns(self, lm: LM, words: Words, number: int, count: int) -> tuple[dict[tuple[int, int], Column], set[int]]:
+        """The columns of a prompt by (query, key) selection number, and the queries in none of them."""
         keys = inputs.columns_of(lm, words, range(len(words.ids)), self.positions, number, count,
                                  lambda label, at, _: Column(label, (), at))  # fmt: skip
         listed = list(self.queries) if isinstance(self.queries, (list, tuple)) else [self.queries]
-        columns = dict[tuple[int, int], Column]()
+        columns, skipped = dict[tuple[int, int], Column](), set[int]()
         for i, selection in enumerate(listed):
-            queries = inputs.chosen_positions(lm, words, selection, f"queries[{i}]")
+            skipped.update(queries := inputs.chosen_positions(lm, words, selection, f"queries[{i}]"))
             arrow = "" if len(listed) == 1 else f" → {selection}"
             for j, key in enumerate(keys):
-                if seeing := tuple(query for query in queries if query >= min(key.corrupt)):
+                if seeing := tuple(query for query in queries if 0 < sum(k <= query for k in key.corrupt) <= query):
                     columns[i, j] = Column(key.label + arrow, seeing, key.corrupt)
         unseen = {*range(len(keys))} - {j for _, j in columns}
         if not columns or (unseen and self.positions is not None):
-            raise TokensError("expected keys visible to at least one query, got keys after all of them", "positions")
-        return columns
+            raise TokensError("expected keys that a query sees beside others, got keys without a query", "positions")
+        return columns, skipped.difference(*(column.clean for column in columns.values()))
 
 
 edge_sweep: Callable[..., EdgeSweepResult] = EdgeSweep.short_form("edge_sweep")
