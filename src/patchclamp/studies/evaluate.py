@@ -25,7 +25,7 @@ from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.studies import inputs
-from patchclamp.studies.study import Arg, Study, StudyResult, keeping, progress, provenance
+from patchclamp.studies.study import Arg, Study, StudyResult, content_of, keeping, progress, provenance
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def _samples(value: Any, path: str) -> tuple[Sample, ...]:
         if isinstance(sample.answer, int) and not 0 <= sample.answer < len(sample.choices):
             raise ProgramError(f"answer {sample.answer} is out of range for {len(sample.choices)} choices",
                                f"{path}[{i}].answer")  # fmt: skip
+        if found and bool(sample.choices) != bool(found[0].choices):
+            raise ProgramError("expected choices in all samples or none", f"{path}[{i}].choices")
         found.append(sample)
     if not found:
         raise ProgramError("expected at least one sample, got none", path)
@@ -87,13 +89,20 @@ def _samples(value: Any, path: str) -> tuple[Sample, ...]:
 
 
 def _variants(value: Any, path: str) -> dict[str, Program]:
-    named = isinstance(value, Mapping)
     programs: Any = value.values() if isinstance(value, Mapping) else as_items(value, path)
-    read = [read_program(None if one == () else one, f"{path}[{i}]") for i, one in enumerate(programs)]
+    names = list(map(str, value)) if isinstance(value, Mapping) else []
+    read: dict[str, Program] = {}
+    for i, one in enumerate(programs):
+        program = read_program(None if one == () else one, f"{path}[{i}]")
+        if program.capture:
+            raise ProgramError("expected a program with edits only, got captures", f"{path}[{i}].capture")
+        name = names[i] if names else f"{i}" if program or "unedited" in read else "unedited"
+        if name in read:
+            raise ProgramError(f"duplicate name {name!r}", path)
+        read[name] = program
     if not read:
         raise ProgramError("expected at least one variant, got none", path)
-    names = list(map(str, value)) if named else [f"{i}" if one else "unedited" for i, one in enumerate(read)]
-    return dict(zip(names, read, strict=True))
+    return read
 
 
 class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
@@ -169,13 +178,17 @@ class Evaluate(Study):
                 texts = [_tokens(lm, sample.prompt, text) for text in sample.texts]
             except PatchclampError as error:
                 raise error.under(f"samples[{i}]") from None
-            items += [Forced(*both, program.edits) for program in self.variants.values() for both in texts]
+            items += [Forced(*both, program.edits, path=f"variants[{v}]")
+                      for v, program in enumerate(self.variants.values()) for both in texts]  # fmt: skip
+        contents = [
+            content_of(lm, program, f"variants[{v}]") for v, program in enumerate(self.variants.values()) if resume
+        ]
         with (
-            keeping(lm, self.to_dict(), resume) as journal,
+            keeping(lm, {**self.to_dict(), "contents": contents}, resume) as journal,
             progress("evaluating", len(items), show_progress, "choices") as advance,
         ):
             found = iter(forced_logprobs(lm, items, batch, advance, journal))
-        metrics = METRICS if all(sample.choices for sample in samples) else METRICS[-1:]
+        metrics = METRICS if samples[0].choices else METRICS[-1:]
         values = np.array([
             [_scores(sample, [float(next(found).sum()) for _ in sample.texts])[-len(metrics) :] for _ in self.variants]
             for sample in samples
