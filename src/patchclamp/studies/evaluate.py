@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 METRICS = ("acc", "acc_norm", "logprob")
 RESAMPLES = 2000
 LEVEL = 95  # percent, of the intervals
+FEWSHOT_SEED = 1234  # the default of lm-evaluation-harness
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +55,9 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def samples_in(file: str) -> list[Any]:
-    """The lines of a file, each the JSON object of a `Sample`."""
+    """The lines of a file, each the JSON object of a `Sample`, or the questions of a task of lm-evaluation-harness."""
+    if not Path(file).suffix and not Path(file).is_file():
+        return _task_samples(file)
     found = []
     for number, line in enumerate(inputs.lines_of(Path(file)), 1):
         try:
@@ -62,6 +65,29 @@ def samples_in(file: str) -> list[Any]:
         except ValueError as error:
             raise ProgramError(f"invalid JSON in line {number} of {file}: {error}") from None
     return found
+
+
+def _task_samples(name: str) -> list[dict[str, Any]]:
+    """The questions of a multiple-choice task, with the few-shot examples that `lm_eval` draws. The delimiter before a
+    choice is part of the prompt, because lm-evaluation-harness leaves it out of the choice's length."""
+    try:
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ProgramError(
+            f"no file {name!r}, and no lm-evaluation-harness to read a task of this name: pass a JSON-lines file or a "
+            "list of samples, install lm-eval, or run lm_eval against `patchclamp serve`"
+        ) from None
+    try:
+        task = TaskManager().load([name])["tasks"][name]
+        if task.OUTPUT_TYPE != "multiple_choice" or task.multiple_input:
+            raise ValueError("expected multiple choices after one prompt: run lm_eval against `patchclamp serve`")
+        task.set_fewshot_seed(FEWSHOT_SEED)
+        task.build_all_requests()
+        asked = {one.doc_id: one for one in task.instances}  # the last choice of each question
+        return [{"prompt": one.args[0] + task.config.target_delimiter, "answer": task.doc_to_target(one.doc),
+                 "choices": task.doc_to_choice(one.doc)} for one in asked.values()]  # fmt: skip
+    except Exception as error:
+        raise ProgramError(f"no file {name!r}, and as a task: {type(error).__name__}: {error}") from error
 
 
 def _samples(value: Any, path: str) -> tuple[Sample, ...]:
@@ -160,7 +186,8 @@ class Evaluate(Study):
 
     samples: Annotated[Any, Arg(_samples, samples_in)]
     """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the correct choice's number or
-    text. Without choices, only the answer's log-probability is measured."""
+    text. Without choices, only the answer's log-probability is measured. Or the name of a multiple-choice task of
+    lm-evaluation-harness, which must be installed."""
     variants: Annotated[Any, Arg(_variants, inputs.edits_in, many=True, option="variant")] = ((),)
     """Programs: a list, or a mapping by name, None for the unedited model. The others are compared with the first. On
     the command line, JSON, a .json file, or [] for the unedited model."""
