@@ -114,7 +114,7 @@ def main() -> None:
     lines = [UNPLEASANT, PLEASANT]
     if args.prompts:
         files = (args.prompts, args.others)
-        lines = [[line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] for file in files]
+        lines = [[line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()] for file in files]
     patterns = args.pattern or (pc.studies.REFUSALS if args.prompts else GLOOM)
     with pc.LM(args.model, engine=args.engine) as lm:
         journey(lm, args.folder, *lines, patterns, chat=args.chat, trials=args.trials, most_kl=args.most_kl)

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--engine")
     parser.add_argument("--passes", type=int, default=3)
     args = parser.parse_args()
-    files = [[line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    files = [[line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
              for path in (args.positive, args.negative)]  # fmt: skip
     texts, labels = [*files[0], *files[1]], [1] * len(files[0]) + [0] * len(files[1])
     with pc.LM(args.model, engine=args.engine) as lm:

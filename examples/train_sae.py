@@ -134,7 +134,7 @@ def main() -> None:
             documents = [opening + run.text for runs in zip(*written, strict=True)
                          for opening, run in zip(OPENINGS, runs, strict=True)]  # fmt: skip
         else:
-            documents = [line for line in args.documents.read_text(encoding="utf-8").splitlines() if line.strip()]
+            documents = [line for line in args.documents.read_text(encoding="utf-8").split("\n") if line.strip()]
         demonstrate(lm, documents, args.folder, args.site, args.features, args.k, args.steps, args.stream)
 
 

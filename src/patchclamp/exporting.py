@@ -31,7 +31,7 @@ from patchclamp.engines.transformers import load_net
 from patchclamp.errors import ModelError, PatchclampError, ProgramError, UnsupportedSite
 from patchclamp.grade import read_program
 from patchclamp.language import Op, Program, Site, Vector, every
-from patchclamp.language.ops import Ablate, Add, LowRank, SiteOp, Use
+from patchclamp.language.ops import Ablate, Add, LowRank, SiteOp
 from patchclamp.language.values import Named, as_dtype, orthonormal
 from patchclamp.lm import LM
 from patchclamp.run import Run
@@ -202,19 +202,14 @@ class _Plan:
         self._stream: dict[int, str] = {}  # points that are ablated, with the op's path
         self._basis: np.ndarray | None = None  # of these ablations
         self._captures: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        for i, op in enumerate(program.edits):
-            self._read(op, f"edits[{i}]")
+        for i, given in enumerate(program.edits):
+            for path, op in lm.bank.expanded(given, f"edits[{i}]"):
+                self._read(op, path)
         if self._basis is not None:
             self._every_write(self._basis)
         self._read_projections()
 
     def _read(self, op: Op, path: str) -> None:
-        if isinstance(op, Use):
-            used = self._lm.bank[op.name]
-            assert isinstance(used, Program)  # or the run had failed
-            for i, edit in enumerate(used.edits):
-                self._read(op.scaled(edit), f"{path}.{op.name}[{i}]")
-            return
         if not isinstance(op, (Add, Ablate, LowRank)):
             raise ProgramError(f"{type(op).__name__} cannot be exported: only Add, Ablate and LowRank can", path)
         if op.tokens != every:

@@ -98,6 +98,34 @@ print(json.dumps([{name: sample[name] for name in ("doc_id", "resps", "acc", "ac
 """
 
 
+EVALUATED = """
+import functools, json, sys
+sys.path.append(sys.argv[1])
+import lm_eval, lm_eval.tasks, torch
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import patchclamp as pc
+
+model, folder, layer, vector = sys.argv[2], sys.argv[3], int(sys.argv[4]), json.loads(sys.argv[5])
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_path=folder)
+lm = pc.LM(model, engine="transformers", dtype="float32", device="cpu")
+ours = pc.studies.evaluate(lm, "tiny", [None, pc.Add(vector, at=pc.resid_post[layer])], show_progress=False).values
+net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+def steer(module, args, output):
+    given = torch.tensor(vector)
+    return (output[0] + given, *output[1:]) if isinstance(output, tuple) else output + given
+
+net.model.layers[layer].register_forward_hook(steer)
+found = lm_eval.simple_evaluate(
+    HFLM(pretrained=net, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=4, device="cpu"), tasks=["tiny"],
+    task_manager=lm_eval.tasks.TaskManager(), bootstrap_iters=0,
+)
+theirs = sorted(found["samples"]["tiny"], key=lambda sample: sample["doc_id"])
+print(json.dumps([ours.tolist(), [[one["acc"], one["acc_norm"], one["resps"][one["target"]][0][0]] for one in theirs]]))
+"""
+
+
 def run(server, folder: Path, *words: str) -> None:
     """Runs a module of the environment in a folder."""
     keys = dict.fromkeys(("OPENAI_API_KEY", "PATCHCLAMP_API_KEY"), KEYS[0])
@@ -172,6 +200,27 @@ def test_the_harness_scores_a_variant_as_its_own_model_with_the_same_hook(server
             [each[0][0] for each in other["resps"]], abs=1e-4
         )
         assert (ours["acc"], ours["acc_norm"]) == (other["acc"], other["acc_norm"])
+
+
+def test_a_task_by_name_is_scored_as_by_the_harness(model, tmp_path):
+    """Its few-shot examples, delimiter and lengths; with a plain hook, sample by sample."""
+    file = tmp_path / "tiny.jsonl"
+    samples = [{**one, "choices": [text.strip() for text in one["choices"]]} for one in SAMPLES]
+    file.write_text("\n".join(map(json.dumps, samples)))
+    shots = 'num_fewshot: 2\nfewshot_split: test\ntarget_delimiter: " "'
+    (tmp_path / "tiny.yaml").write_text((TASK % file).replace('target_delimiter: ""', shots))
+    [packages] = PYTHON.parents[1].glob("lib/python*/site-packages")
+    vector = json.dumps((STEERED.scale * STEERED.value.array()).tolist())
+    done = subprocess.run(
+        [sys.executable, "-c", EVALUATED, str(packages), str(model), str(tmp_path), str(STEERED.at.layers), vector],
+        cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    ours, theirs = map(np.array, json.loads(done.stdout.splitlines()[-1]))
+    assert ours[:2, 1].T.tolist() == theirs[:, :2].tolist()
+    assert ours[2, 1] == pytest.approx(theirs[:, 2], abs=1e-4)
+    assert np.abs(ours[2, 1] - ours[2, 0]).min() > 0.01
 
 
 def test_the_harness_chats_with_a_variant(server, local, calm, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.errors import PatchclampError
+from patchclamp.errors import PatchclampError, ProgramError
 
 LM = pc.LM("fake", prove=False)
 SAMPLES = [
@@ -73,8 +73,109 @@ def test_it_resumes(tmp_path, monkeypatch):
         pc.studies.evaluate(LM, SAMPLES, [None], resume=journal)
 
 
+def test_every_variant_is_scored_even_equal_ones():
+    """Equal variants are reruns, each with a name of its own."""
+    result = pc.studies.evaluate(LM, SAMPLES, [None, CUT, None])
+    assert result.variants == ("unedited", "1", "2")
+    assert np.array_equal(result.values[:, 0], result.values[:, 2])
+    assert (result.values[2, 0] != result.values[2, 1]).all()
+
+
+def test_lines_end_only_at_line_breaks(tmp_path):
+    """U+2028 and others are characters of a text; JSON does not escape them."""
+    file = tmp_path / "samples.jsonl"
+    samples = [{**one, "prompt": f"a\u2028b\x85{one['prompt']}"} for one in SAMPLES]
+    file.write_bytes("\r\n".join(json.dumps(one, ensure_ascii=False) for one in samples).encode())
+    result = pc.studies.evaluate(LM, file, [None])
+    assert result.samples == tuple(one["prompt"] for one in samples)
+    assert np.array_equal(result.values, pc.studies.evaluate(LM, samples, [None]).values)
+
+
+STEER = pc.Add(np.arange(16.0), pc.resid_post[1], pc.generated)
+WHEN = pc.When(pc.Probe(np.ones(16), at=pc.resid_post[0], name="p") > 0, [STEER], scope="prompt")
+
+
+def test_named_and_conditional_variants_are_scored_as_single_runs(tmp_path):
+    lm = pc.LM("fake", prove=False)
+    lm.bank["calm"] = [STEER]
+    variants = {
+        "plain": None,
+        "steer": STEER,
+        "named": pc.Use("calm"),
+        "when": WHEN,
+        "twice": pc.Use("calm", scale=2.0),
+    }
+    result = pc.studies.evaluate(lm, SAMPLES, variants)
+    for v, edits in enumerate(variants.values()):
+        for n, (sample, right) in enumerate(zip(SAMPLES, RIGHT, strict=True)):
+            expected = lm.loglikelihood(sample["prompt"], sample["choices"][right], edits=edits or ())
+            assert result.values[2, v, n] == pytest.approx(expected, abs=1e-4)
+    assert np.allclose(result.values[:, 1], result.values[:, 2])
+    assert (result.values[2, 0] != result.values[2, 1]).any()
+    assert (result.values[2, 2] != result.values[2, 4]).any()
+
+
+@pytest.mark.parametrize(("edits", "path"), [
+    ([STEER, pc.Zero(pc.mlp_out[99])], "variants[1].edits[1].at"),
+    ([pc.Add("absent", pc.resid_post[1])], "variants[1].edits[0].value"),
+    ([STEER, pc.Use("absent")], "variants[1].edits[1].name"),
+    ([pc.Zero(pc.mlp_out[0], pc.prompt[50])], "variants[1].edits[0].tokens"),
+    ([STEER, pc.When(pc.Probe(np.ones(16), at=pc.resid_post[9], name="p") > 0, [STEER])], "variants[1].edits[1].condition.at"),
+])  # fmt: skip
+def test_a_program_that_does_not_fit_names_its_variant(edits, path):
+    with pytest.raises(PatchclampError) as caught:
+        pc.studies.evaluate(LM, SAMPLES, [None, edits])
+    assert caught.value.path == path
+
+
+LONG = np.linspace(-1, 1, 16)
+OTHER = np.where(np.arange(16) == 15, 3.0, LONG)  # from LONG, only its end differs
+
+
+@pytest.mark.parametrize(("before", "after", "variant"), [
+    ([pc.Add(LONG, pc.resid_post[1])], [pc.Add(OTHER, pc.resid_post[1])], pc.Use("entry")),
+    (LONG, OTHER, pc.Add("entry", pc.resid_post[1])),
+    (LONG, OTHER, pc.Use("outer")),
+    (LONG, OTHER, pc.When(pc.Probe("entry", at=pc.resid_post[0], name="p") > 0, [STEER])),
+])  # fmt: skip
+def test_a_journal_belongs_to_the_contents_of_the_bank(tmp_path, before, after, variant):
+    lm, journal = pc.LM("fake", prove=False), tmp_path / "journal"
+    lm.bank["outer"], lm.bank["entry"], lm.bank["unused"] = [pc.Add("entry", pc.resid_post[1])], before, LONG
+    first = pc.studies.evaluate(lm, SAMPLES, [None, variant], resume=journal)
+    lm.bank["unused"] = OTHER
+    assert np.array_equal(pc.studies.evaluate(lm, SAMPLES, [None, variant], resume=journal).values, first.values)
+    lm.bank["entry"] = after
+    with pytest.raises(ProgramError) as caught:
+        pc.studies.evaluate(lm, SAMPLES, [None, variant], resume=journal)
+    assert caught.value.path == "resume"
+
+
+def test_a_journal_belongs_to_every_number_of_a_vector(tmp_path):
+    """Vectors that differ only after hundreds of equal numbers."""
+    one, other, again = (pc.LowRank(np.eye(16), np.full(16, 0.5), np.eye(16) * [*[1] * 15, last], at=pc.resid_post[1])
+                         for last in (2.0, 3.0, 2.0))  # fmt: skip
+    found = [pc.studies.evaluate(LM, SAMPLES, [each], resume=tmp_path / "a").values for each in (one, again)]
+    assert np.array_equal(*found)
+    with pytest.raises(ProgramError) as caught:
+        pc.studies.evaluate(LM, SAMPLES, [other], resume=tmp_path / "a")
+    assert caught.value.path == "resume"
+
+
+def test_code_in_a_variant_is_not_resumed(tmp_path):
+    lm = pc.LM("fake", prove=False, allow_code=True)
+    coded = pc.Apply(lambda h: h * 2, at=pc.resid_post[0])
+    assert pc.studies.evaluate(lm, SAMPLES, [None, coded]).values.shape == (3, 2, 4)
+    with pytest.raises(ProgramError) as caught:
+        pc.studies.evaluate(lm, SAMPLES, [None, coded], resume=tmp_path / "journal")
+    assert caught.value.path == "variants[1].edits[0]"
+
+
 @pytest.mark.parametrize(("samples", "variants", "path"), [
     ([], [None], "samples"),
+    ([SAMPLES[0], {"prompt": "a", "answer": "b"}], [None], "samples[1].choices"),
+    ("arc_none", [None], "samples"),
+    (SAMPLES, {1: None, "1": CUT}, "variants"),
+    (SAMPLES, [None, pc.Program.of(CUT, pc.resid_post[0])], "variants[1].capture"),
     ([{"prompt": "a", "choices": ["b"], "answer": 1}], [None], "samples[0].answer"),
     ([SAMPLES[0], {"prompt": "a", "choices": ["b"], "answer": "c"}], [None], "samples[1].answer"),
     ([{"prompt": "a", "answer": 0}], [None], "samples[0].answer"),

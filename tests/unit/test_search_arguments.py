@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 import patchclamp as pc
 from patchclamp.studies import KLDivergence, RefusalRate, Search, Space, TextScore
+from patchclamp.studies.study import Reporter
 
 PROMPTS = [[11, 12, 13], [14, 15, 16, 17]]
 SETTINGS = {"factor": [1.0, 2.0, 3.0]}
@@ -29,7 +32,7 @@ def test_programs_with_code_are_searched_and_not_resumed(lm, tmp_path):
     assert np.allclose(found, plain)
     with pytest.raises(pc.ProgramError) as raised:
         Search(space=coded, **wanted).run(lm, resume=tmp_path / "a.journal")
-    assert raised.value.path == "edits[0]"
+    assert raised.value.path == "space.program.edits[0]"
 
 
 def test_values_of_another_judge_are_not_resumed(lm, tmp_path):
@@ -48,6 +51,221 @@ def test_values_of_another_judge_are_not_resumed(lm, tmp_path):
         other.run(lm, resume=file)
     assert raised.value.path == "resume"
     assert other.run(lm).values.tolist() == [[2.0]] * 3
+
+
+class Weighted(pc.studies.Objective, frozen=True, kw_only=True):
+    """Your own objective, with a function and numbers."""
+
+    weigh: object = None
+    weights: object = (1.0,)
+    name: str = "weighted"
+
+    def measure(self, measured):
+        return np.full(len(measured.programs), self.weigh(self.weights[0]))
+
+
+class Judge:
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, prompt, text):
+        return self.value
+
+    def method(self, prompt, text):
+        return self.value
+
+
+def constant(prompt, text, value=0.0):
+    return value
+
+
+def asked(prompt, text, judge):
+    return judge(prompt, text)
+
+
+def closed(value):
+    return lambda prompt, text: value
+
+
+def times(value):
+    return lambda number: number * value
+
+
+def through(judge):
+    return lambda prompt, text: judge(prompt, text)
+
+
+def judged(judge):
+    return TextScore(prompts=PROMPTS, judge=judge, max_tokens=1)
+
+
+def metric(value):
+    return pc.studies.AnswerScore(
+        prompts=PROMPTS, answer=5, metric=pc.studies.Metric(lambda logprobs: value, name="own")
+    )
+
+
+@pytest.mark.parametrize("objective", [
+    lambda value: judged(functools.partial(constant, value=value)),
+    lambda value: judged(closed(value)),
+    lambda value: judged([lambda prompt, text: 1.0, lambda prompt, text: 2.0][int(value) - 1]),
+    lambda value: Weighted(prompts=PROMPTS, weigh=abs, weights=[value]),
+    lambda value: Weighted(prompts=PROMPTS, weigh=times(value)),
+    metric,
+])  # fmt: skip
+def test_values_of_functions_with_other_contents_are_not_resumed(lm, tmp_path, objective):
+    def run(value, **how):
+        return Search(space=Space(scaled, SETTINGS), objectives=objective(value), sampler="grid").run(lm, **how).values
+
+    file = tmp_path / "a.journal"
+    assert run(1.0, resume=file).tolist() == run(1.0, resume=file).tolist() == [[1.0]] * 3
+    assert run(2.0).tolist() == [[2.0]] * 3
+    with pytest.raises(pc.ProgramError) as raised:
+        run(2.0, resume=file)
+    assert raised.value.path == "resume"
+
+
+@pytest.mark.parametrize("judge", [
+    Judge(1.0), Judge(1.0).method, through(Judge(1.0)), functools.partial(asked, judge=Judge(1.0)),
+])  # fmt: skip
+def test_objects_of_unknown_contents_are_not_resumed(lm, tmp_path, judge):
+    search = Search(space=Space(scaled, SETTINGS), objectives=judged(judge), sampler="grid")
+    assert search.run(lm).values.tolist() == [[1.0]] * 3
+    with pytest.raises(pc.ProgramError) as raised:
+        search.run(lm, resume=tmp_path / "a.journal")
+    assert raised.value.path == "objectives[0]"
+    assert not (tmp_path / "a.journal").exists()
+
+
+@pytest.mark.parametrize(("before", "after", "edit"), [
+    ([scaled(2.0)], [scaled(3.0)], lambda factor: pc.Use("entry")),
+    (np.ones(16), np.arange(16.0), lambda factor: pc.Add("entry", at=pc.resid_post[0], scale=factor)),
+])  # fmt: skip
+def test_values_of_other_bank_entries_are_not_resumed(tmp_path, before, after, edit):
+    lm, file = pc.LM("fake"), tmp_path / "a.journal"
+    search = Search(space=Space(edit, SETTINGS), objectives=KLDivergence(prompts=PROMPTS), sampler="grid")
+    lm.bank["entry"] = before
+    first = search.run(lm, resume=file).values
+    assert np.array_equal(search.run(lm, resume=file).values, first)
+    lm.bank["entry"] = after
+    assert not np.array_equal(search.run(lm).values, first)
+    with pytest.raises(pc.ProgramError) as raised:
+        search.run(lm, resume=file)
+    assert raised.value.path == "resume"
+
+
+CHOICES = {
+    "direction": [np.arange(16.0), np.linspace(-1, 1, 16)], "site": [pc.resid_post[0], pc.mlp_out[1]],
+    "op": [pc.Zero(pc.mlp_out[0]), pc.Scale(0.5, pc.mlp_out[2])], "kind": [pc.Add, pc.Replace],
+    "layers": [(0, 1), (1, 2)], "named": ["a", None],
+}  # fmt: skip
+
+
+def test_the_settings_of_a_trial_make_its_program_again(lm, tmp_path):
+    made = []
+
+    def program(direction, site, op, kind, layers, named):
+        assert isinstance(layers, tuple)
+        made.append([kind(direction, at=site), op, *(pc.Scale(2.0, pc.attn_out[layer]) for layer in layers)])
+        return made[-1] if named else made[-1][::-1]
+
+    space = Space(program, CHOICES)
+    found = Search(space=space, objectives=KLDivergence(prompts=PROMPTS), trials=12, seed=2).run(lm)
+    wanted = [pc.Program.of(edits if each["named"] else edits[::-1])
+              for edits, each in zip(made, found.settings, strict=True)]  # fmt: skip
+    assert len(set(wanted)) > 8
+    loaded = pc.studies.load(found.save(tmp_path / "search.safetensors"))
+    for result in (found, loaded):
+        assert [space.made(each) for each in result.settings] == wanted
+    with pytest.raises(pc.ProgramError) as raised:
+        Space(lambda f: f(), {"f": [lambda: scaled(1.0), lambda: scaled(2.0)]}).made(
+            {"f": "test_the_settings_of_a_trial_make_its_program_again.<locals>.<lambda>"}
+        )
+    assert raised.value.path == "settings['f']"
+    assert Space(scaled, SETTINGS).made({"factor": 9.0}) == pc.Program.of(scaled(9.0))  # any other value, as it is
+
+
+def test_names_of_settings_are_distinct():
+    with pytest.raises(pc.ProgramError) as raised:
+        Space(scaled, {1: [1.0], "1": [2.0]})
+    assert raised.value.path == "parameters"
+
+
+LOG: list[int] = []
+
+
+class Counted(KLDivergence, frozen=True, kw_only=True):
+    """Counts the programs that are measured."""
+
+    def measure(self, measured):
+        LOG.append(len(measured.programs))
+        return super().measure(measured)
+
+
+def test_equal_trials_are_measured_once(lm, tmp_path):
+    space = Space(lambda factor, sign: scaled(factor), {"factor": [1.0, 2.0, 3.0], "sign": [0, 1, 2, 3]})
+    advanced = []
+    LOG.clear()
+
+    class Progress(Reporter):
+        def begin(self, what, total):
+            advanced.append(-total)
+
+        def advance(self, done):
+            advanced.append(done)
+
+    search = Search(space=space, objectives=Counted(prompts=PROMPTS), trials=30, per_round=5)
+    found = search.run(lm, show_progress=Progress())
+    assert sum(LOG) == 4
+    assert not sum(advanced)
+    each = {factor: lm.grade(PROMPTS, [[scaled(factor)]] * 2, kl=True) for factor in SETTINGS["factor"]}
+    expected = [np.mean([grades.kl[0] for grades in each[settings["factor"]]]) for settings in found.settings]
+    np.testing.assert_allclose(found.values[:, 0], expected, atol=1e-6)
+    assert len({tuple(one.values()) for one in found.settings}) > 6
+
+
+def test_a_judge_that_fails_on_a_text_fails_its_trial(lm):
+    """The rest of the round keeps its values; a metric of yours likewise."""
+    calls = []
+
+    def judge(prompt, text):
+        calls.append(text)
+        return 1 / (len(calls) != 4)
+
+    def own(logprobs):
+        calls.append("")
+        return 1.0 if len(calls) != 4 else float("nan")
+
+    # the judge is called by trial, and the metric by prompt
+    for failed, objective in enumerate((judged(judge), pc.studies.AnswerScore(prompts=PROMPTS, answer=5, metric=own))):
+        calls.clear()
+        found = Search(space=Space(scaled, SETTINGS), objectives=objective, sampler="grid").run(lm)
+        assert len(calls) == 8
+        assert [*found.failed] == [failed]
+        assert np.isnan(found.values[failed, 0])
+        assert (np.delete(found.values, failed) == 1).all()
+        assert found.best == 1 - failed
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "nsgaii"])
+def test_a_search_resumes_with_more_trials_or_fewer(lm, tmp_path, sampler):
+    space = Space(scaled, {"factor": pc.studies.Uniform(0.5, 2)})
+
+    def run(trials, **how):
+        wanted = {"objectives": Counted(prompts=PROMPTS), "per_round": 4, "sampler": sampler}
+        return Search(space=space, trials=trials, **wanted).run(lm, **how)
+
+    whole = run(13)
+    file = tmp_path / "a.journal"
+    LOG.clear()
+    assert run(6, resume=file).settings == whole.settings[:6]
+    assert sum(LOG) == 7
+    more = run(13, resume=file)
+    assert sum(LOG) == 14
+    assert more.settings == whole.settings
+    np.testing.assert_allclose(more.values, whole.values, atol=1e-6)
+    assert run(5, resume=file).settings == whole.settings[:5]
+    assert sum(LOG) == 14
 
 
 def test_a_search_that_failed_in_part_resumes_to_the_same(lm, tmp_path):

@@ -10,6 +10,7 @@ from patchclamp.studies import teacher_forcing
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 VECTOR = np.linspace(-1, 1, 16)
+PROBE = pc.Probe(VECTOR, at=pc.resid_post[0], name="forced")
 EDITS = {
     "none": (),
     "everywhere": (pc.Add(VECTOR, at=pc.resid_post[1]),),
@@ -17,12 +18,17 @@ EDITS = {
     "generated": (pc.Noise(0.5, at=pc.embed, tokens=pc.generated, seed=3),),
     "token and span": (pc.Zero(pc.mlp_out[2], pc.token(2) | pc.span("Eiffel")),),
     "generated that never comes": (pc.Zero(pc.mlp_out[2], pc.generated[40]),),
+    "conditional": (pc.When(PROBE > -1e6, [pc.Add(VECTOR, at=pc.resid_post[1])]),),
+    "conditional from the prompt on": (pc.When(PROBE < 1e6, [pc.Add(VECTOR, at=pc.resid_post[1], tokens=pc.generated)], scope="prompt"),),
+    "conditional by token": (pc.When(PROBE > 0, [pc.Zero(pc.mlp_out[2])]), pc.Scale(0.5, pc.embed, pc.prompt[0:2])),
+    "named": (pc.Use("forced", scale=2.0), pc.Scale(0.5, pc.embed, pc.prompt[0:2])),
 }  # fmt: skip
 TEXT = "The Eiffel Tower is in"
 
 
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
 def test_a_continuation_is_graded_as_it_was_generated(lm, edits):
+    lm.bank["forced"] = [pc.Add(VECTOR, at=pc.resid_post[1], tokens=pc.generated)]
     run = lm.run(TEXT, max_tokens=9 if "generated[40]" not in str(edits) else 50, edits=list(edits), logprobs=True,
                  sampling={"ignore_eos": True})  # fmt: skip
     ids, answer = tuple(run.prompt_token_ids), tuple(run.token_ids)
@@ -31,10 +37,12 @@ def test_a_continuation_is_graded_as_it_was_generated(lm, edits):
         assert row.tolist() == run.logprobs[:n]
 
 
-def test_without_its_edits_it_is_graded_otherwise(lm):
-    run = lm.run(TEXT, max_tokens=6, edits=list(EDITS["everywhere"]), logprobs=True)
+@pytest.mark.parametrize("edits", ["everywhere", "conditional", "conditional from the prompt on", "named"])
+def test_without_its_edits_it_is_graded_otherwise(lm, edits):
+    lm.bank["forced"] = [pc.Add(VECTOR, at=pc.resid_post[1], tokens=pc.generated)]
+    run = lm.run(TEXT, max_tokens=6, edits=list(EDITS[edits]), logprobs=True)
     (row,) = forced_logprobs(lm, [Forced(tuple(run.prompt_token_ids), tuple(run.token_ids))])
-    assert np.abs(row - run.logprobs).min() > 1e-6
+    assert np.abs(row - run.logprobs)[1:].min() > 1e-6  # the first of them precedes what is generated
 
 
 def test_any_continuation_of_any_prompt_in_groups(lm, monkeypatch):
@@ -69,5 +77,7 @@ def test_what_captured_rows_is_closed(lm):
     before = lm.engine.status()["runs"]
     forced_logprobs(lm, [Forced((5, 6), (7, 8, 9))])
     assert lm.engine.status()["runs"] == before
-    with pytest.raises(pc.ProgramError, match="named programs"):
+    with pytest.raises(pc.MissingSource) as caught:
         forced_logprobs(lm, [Forced((5, 6), (7, 8, 9), (pc.Use("mood"),))])
+    assert caught.value.path == "edits[0].name"
+    assert lm.engine.status()["runs"] == before

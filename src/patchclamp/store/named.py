@@ -12,9 +12,10 @@ A server's bank sends and receives one vector, or the means of one name, as such
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 from urllib.parse import quote
@@ -23,7 +24,8 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, ShapeError, near
-from patchclamp.language import Op, Program, Readout, Site, Vector, When
+from patchclamp.language import Op, Program, Readout, Site, Use, Vector, When
+from patchclamp.language.program import to_dict
 from patchclamp.language.tokens import Tokens
 from patchclamp.language.values import ValueLike, as_file, as_items, check_name
 from patchclamp.store.tensors import ARRAYS, DTYPES, header_size, parse_header, to_float32
@@ -107,6 +109,35 @@ class NamedBank(MutableMapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def expanded(self, op: Op, path: str, users: tuple[str, ...] = ()) -> Iterator[tuple[str, Op]]:
+        """An op with its path, or the scaled edits of the program that a `Use` names. Raises for a wrong name."""
+        if not isinstance(op, Use):
+            yield path, op
+            return
+        try:
+            used = self[op.name]
+            if not isinstance(used, Program) or op.name in users:
+                wrong = type(used).__name__ if op.name not in users else "a program that uses itself"
+                raise ProgramError(f"expected a program, got {wrong} {op.name!r}")
+            edits = [op.scaled(edit) for edit in used.edits]
+        except PatchclampError as error:
+            raise error.under(path if error.path else f"{path}.name") from None
+        for i, edit in enumerate(edits):
+            yield from self.expanded(edit, f"{path}.{op.name}[{i}]", (*users, op.name))
+
+    def content_of(self, program: Program, saes: Mapping[str, str]) -> str:
+        """A hash of a program with the entries, and the attached SAEs, that it names.
+
+        saes: the content of each SAE by name
+        Raises: `ProgramError` for code, which has no hash.
+        """
+        texts = [_as_json(program)]
+        for text in texts:  # grows by the programs that are used
+            for name, of in (*self._entries.items(), *saes.items()):
+                if json.dumps(name, ensure_ascii=False) in text and (more := f"{name}={_as_json(of)}") not in texts:
+                    texts.append(more)
+        return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
     def copy(self) -> NamedBank:
         """A shallow copy, unaffected by later changes to this bank."""
@@ -233,6 +264,12 @@ class NamedBank(MutableMapping[str, Entry]):
             raise EngineError(f"no response from {url} ({type(error).__name__}: {error}); expected the URL of a "
                               "running `patchclamp serve`, http://host:port") from None  # fmt: skip
         return list(parts)
+
+
+def _as_json(entry: Entry | str) -> str:
+    """The content of an entry; the key of a run."""
+    plain = entry.key if is_run(entry) else to_dict(entry) if isinstance(entry, Program) else entry
+    return msgspec.json.encode(plain, order="deterministic").decode()
 
 
 def _refusal(response: Any) -> str:

@@ -25,7 +25,7 @@ from patchclamp.language.values import as_items
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.studies import inputs
-from patchclamp.studies.study import Arg, Study, StudyResult, keeping, progress, provenance
+from patchclamp.studies.study import Arg, Study, StudyResult, content_of, keeping, progress, provenance
 from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 METRICS = ("acc", "acc_norm", "logprob")
 RESAMPLES = 2000
 LEVEL = 95  # percent, of the intervals
+FEWSHOT_SEED = 1234  # the default of lm-evaluation-harness
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +55,9 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def samples_in(file: str) -> list[Any]:
-    """The lines of a file, each the JSON object of a `Sample`."""
+    """The lines of a file, each the JSON object of a `Sample`, or the questions of a task of lm-evaluation-harness."""
+    if not Path(file).suffix and not Path(file).is_file():
+        return _task_samples(file)
     found = []
     for number, line in enumerate(inputs.lines_of(Path(file)), 1):
         try:
@@ -62,6 +65,29 @@ def samples_in(file: str) -> list[Any]:
         except ValueError as error:
             raise ProgramError(f"invalid JSON in line {number} of {file}: {error}") from None
     return found
+
+
+def _task_samples(name: str) -> list[dict[str, Any]]:
+    """The questions of a multiple-choice task, with the few-shot examples that `lm_eval` draws. The delimiter before a
+    choice is part of the prompt, because lm-evaluation-harness leaves it out of the choice's length."""
+    try:
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ProgramError(
+            f"no file {name!r}, and no lm-evaluation-harness to read a task of this name: pass a JSON-lines file or a "
+            "list of samples, install lm-eval, or run lm_eval against `patchclamp serve`"
+        ) from None
+    try:
+        task = TaskManager().load([name])["tasks"][name]
+        if task.OUTPUT_TYPE != "multiple_choice" or task.multiple_input:
+            raise ValueError("expected multiple choices after one prompt: run lm_eval against `patchclamp serve`")
+        task.set_fewshot_seed(FEWSHOT_SEED)
+        task.build_all_requests()
+        asked = {one.doc_id: one for one in task.instances}  # the last choice of each question
+        return [{"prompt": one.args[0] + task.config.target_delimiter, "answer": task.doc_to_target(one.doc),
+                 "choices": task.doc_to_choice(one.doc)} for one in asked.values()]  # fmt: skip
+    except Exception as error:
+        raise ProgramError(f"no file {name!r}, and as a task: {type(error).__name__}: {error}") from error
 
 
 def _samples(value: Any, path: str) -> tuple[Sample, ...]:
@@ -80,6 +106,8 @@ def _samples(value: Any, path: str) -> tuple[Sample, ...]:
         if isinstance(sample.answer, int) and not 0 <= sample.answer < len(sample.choices):
             raise ProgramError(f"answer {sample.answer} is out of range for {len(sample.choices)} choices",
                                f"{path}[{i}].answer")  # fmt: skip
+        if found and bool(sample.choices) != bool(found[0].choices):
+            raise ProgramError("expected choices in all samples or none", f"{path}[{i}].choices")
         found.append(sample)
     if not found:
         raise ProgramError("expected at least one sample, got none", path)
@@ -87,13 +115,20 @@ def _samples(value: Any, path: str) -> tuple[Sample, ...]:
 
 
 def _variants(value: Any, path: str) -> dict[str, Program]:
-    named = isinstance(value, Mapping)
     programs: Any = value.values() if isinstance(value, Mapping) else as_items(value, path)
-    read = [read_program(None if one == () else one, f"{path}[{i}]") for i, one in enumerate(programs)]
+    names = list(map(str, value)) if isinstance(value, Mapping) else []
+    read: dict[str, Program] = {}
+    for i, one in enumerate(programs):
+        program = read_program(None if one == () else one, f"{path}[{i}]")
+        if program.capture:
+            raise ProgramError("expected a program with edits only, got captures", f"{path}[{i}].capture")
+        name = names[i] if names else f"{i}" if program or "unedited" in read else "unedited"
+        if name in read:
+            raise ProgramError(f"duplicate name {name!r}", path)
+        read[name] = program
     if not read:
         raise ProgramError("expected at least one variant, got none", path)
-    names = list(map(str, value)) if named else [f"{i}" if one else "unedited" for i, one in enumerate(read)]
-    return dict(zip(names, read, strict=True))
+    return read
 
 
 class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
@@ -151,7 +186,8 @@ class Evaluate(Study):
 
     samples: Annotated[Any, Arg(_samples, samples_in)]
     """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the correct choice's number or
-    text. Without choices, only the answer's log-probability is measured."""
+    text. Without choices, only the answer's log-probability is measured. Or the name of a multiple-choice task of
+    lm-evaluation-harness, which must be installed."""
     variants: Annotated[Any, Arg(_variants, inputs.edits_in, many=True, option="variant")] = ((),)
     """Programs: a list, or a mapping by name, None for the unedited model. The others are compared with the first. On
     the command line, JSON, a .json file, or [] for the unedited model."""
@@ -169,13 +205,17 @@ class Evaluate(Study):
                 texts = [_tokens(lm, sample.prompt, text) for text in sample.texts]
             except PatchclampError as error:
                 raise error.under(f"samples[{i}]") from None
-            items += [Forced(*both, program.edits) for program in self.variants.values() for both in texts]
+            items += [Forced(*both, program.edits, path=f"variants[{v}]")
+                      for v, program in enumerate(self.variants.values()) for both in texts]  # fmt: skip
+        contents = [
+            content_of(lm, program, f"variants[{v}]") for v, program in enumerate(self.variants.values()) if resume
+        ]
         with (
-            keeping(lm, self.to_dict(), resume) as journal,
+            keeping(lm, {**self.to_dict(), "contents": contents}, resume) as journal,
             progress("evaluating", len(items), show_progress, "choices") as advance,
         ):
             found = iter(forced_logprobs(lm, items, batch, advance, journal))
-        metrics = METRICS if all(sample.choices for sample in samples) else METRICS[-1:]
+        metrics = METRICS if samples[0].choices else METRICS[-1:]
         values = np.array([
             [_scores(sample, [float(next(found).sum()) for _ in sample.texts])[-len(metrics) :] for _ in self.variants]
             for sample in samples

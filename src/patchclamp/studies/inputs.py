@@ -698,9 +698,9 @@ def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dict
 
 
 def lines_of(file: Path) -> list[str]:
-    """The lines of a text file."""
+    """The lines of a text file. U+2028 and others of `splitlines` do not end a line: JSON does not escape them."""
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        return file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise ProgramError(f"cannot read {file}: {error}") from None
 

@@ -13,12 +13,12 @@ N trials · O objectives · P prompts
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
 import math
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from patchclamp.engines.grading import Grades
-from patchclamp.errors import PatchclampError, ProgramError, RunError, unknown
+from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.grade import read_program
-from patchclamp.language import Program
+from patchclamp.language import Program, Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_items
 from patchclamp.lm import LM
@@ -41,6 +41,7 @@ from patchclamp.studies.study import (
     Arg,
     Study,
     StudyResult,
+    content_of,
     json_of,
     keeping,
     plain_data,
@@ -98,21 +99,37 @@ class Space(PublicStruct, frozen=True):
             raise ProgramError("expected a non-empty mapping of names to choices", "parameters")
         read = {}
         for name, of in self.parameters.items():
+            if str(name) in read:
+                raise ProgramError(f"duplicate name {str(name)!r}", "parameters")
             read[str(name)] = of if isinstance(of, (Uniform, range)) else tuple(as_items(of, f"parameters[{name!r}]"))
             if not isinstance(of, Uniform) and not len(read[str(name)]):
                 raise ProgramError("expected at least one choice, got none", f"parameters[{name!r}]")
         msgspec.structs.force_setattr(self, "parameters", read)
 
     def made(self, settings: Mapping[str, Any]) -> Program:
-        """The program of some settings. Raises `ProgramError` if the function fails or returns no program."""
+        """The program of some settings: values, or choices as a result describes them, also one loaded from a file.
+        Raises `ProgramError` if the function fails or returns no program, or a description means several choices."""
+        chosen = {name: self._choice(name, value) for name, value in settings.items()}
         try:
-            program = read_program(self.program(**settings), "program")
+            program = read_program(self.program(**chosen), "program")
         except Exception as error:
             what = error.message if isinstance(error, PatchclampError) else f"{type(error).__name__}: {error}"
             raise ProgramError(f"the function raised {what} with {dict(settings)}", "space.program") from error
         if program.capture:
             raise ProgramError("expected a program with edits only, got captures", "space.program")
         return program
+
+    def _choice(self, name: str, value: Any) -> Any:
+        """The choice that a value is, or describes (`plain_data`); else the value."""
+        if not isinstance(choices := self.parameters.get(name), tuple):
+            return value
+        described = json_of(plain_data(value))
+        found = [one for one in choices if one is value] or [
+            one for one in choices if json_of(plain_data(one)) == described
+        ]
+        if len(found) > 1 and callable(found[0]) and found[0] is not value:
+            raise ProgramError(f"expected distinct names of choices, got {len(found)} {value!r}", f"settings[{name!r}]")
+        return found[0] if found else value
 
 
 class Measured(NamedTuple):
@@ -182,7 +199,11 @@ class AnswerScore(Objective, frozen=True, kw_only=True):
         for values_N, of, grades in zip(values_PN, graded, measured.grade(asked, graded), strict=True):
             done = np.array([i for i in range(len(programs)) if i not in grades.errors], np.int64)
             records = of.records(msgspec.structs.replace(grades, errors={}), done)
-            values_N[done] = [of.value(record) for record in records]
+            for i, record in zip(done.tolist(), records, strict=True):
+                try:
+                    values_N[i] = of.value(record)
+                except PatchclampError as error:  # of a metric of the user's
+                    measured.errors[i] = error
         return values_PN.mean(0)
 
 
@@ -228,9 +249,13 @@ class TextScore(Objective, frozen=True, kw_only=True):
 
         def read(runs: list[Run]) -> None:
             for run, (number, one) in zip(runs, items[len(scores) :], strict=False):
-                if run.error is not None:
-                    measured.errors[number] = run.error
-                scores.append(math.nan if run.error is not None else self.score(one.shown, run.text))
+                try:
+                    if run.error is not None:
+                        raise run.error
+                    scores.append(self.score(one.shown, run.text))
+                except PatchclampError as error:
+                    measured.errors[number] = error
+                    scores.append(math.nan)
                 run.close()
             measured.advance(len(runs))
 
@@ -362,14 +387,32 @@ def _objectives(value: Any, path: str) -> tuple[Objective, ...]:
     return objectives
 
 
-def _sources(objective: Objective) -> list[str]:
-    """The source of the functions that decide an objective's values, as far as Python has it."""
-    sources = []
-    for each in (type(objective), *msgspec.structs.asdict(objective).values()):
-        if callable(each):
-            with contextlib.suppress(OSError, TypeError):
-                sources.append(inspect.getsource(each))
-    return sources
+PLAIN = (str, bytes, int, float, complex, slice, Site, types.NoneType, types.EllipsisType, types.BuiltinFunctionType)
+
+
+def _content(value: Any, path: str) -> Any:
+    """The content of a value, for a journal: of functions their code, and the values bound to it, without those of
+    their modules. Raises `ProgramError` for an object of unknown contents."""
+    if isinstance(value, functools.partial):
+        value = [value.func, value.args, value.keywords]
+    elif inspect.isfunction(value):
+        bound = {name: of for name, of in inspect.getclosurevars(value).nonlocals.items() if of is not value}
+        value = [value.__code__, value.__defaults__, value.__kwdefaults__, bound]
+    elif isinstance(value, types.CodeType):
+        value = [value.co_code, value.co_consts, value.co_names]
+    elif isinstance(value, type):
+        methods = [of.__code__ for base in value.__mro__ for of in vars(base).values() if inspect.isfunction(of)]
+        value = [value.__qualname__, methods]
+    elif isinstance(value, msgspec.Struct) and not isinstance(value, Site):
+        value = [type(value), msgspec.structs.asdict(value)]
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, (list, tuple, range, set, frozenset)):
+        return (sorted if isinstance(value, (set, frozenset)) else list)(json_of(_content(one, path)) for one in value)
+    if isinstance(value, PLAIN) or hasattr(value, "dtype"):
+        return plain_data(value)
+    raise ProgramError(f"cannot resume with {type(value).__name__} {value!r:.60}: its contents are unknown; pass a "
+                       "function of plain values, or omit resume=", path)  # fmt: skip
 
 
 NOT_BY_NAME = ("BaseSampler", "GridSampler", "PartialFixedSampler")  # samplers of Optuna that need more than a seed
@@ -451,8 +494,8 @@ class OptunaSampler:
 
 
 class _Trial(msgspec.Struct, frozen=True):
-    """The record of a trial: its settings and its program, which a resumed search has to draw again, its values, and
-    its error."""
+    """The record of a trial: its settings and its program (`content_of`), which a resumed search has to draw again, its
+    values, and its error."""
 
     settings: str
     program: str
@@ -476,7 +519,7 @@ class Search(Study):
     objectives: Annotated[Any, Arg(_objectives, None, served=False)]
     """An `Objective`, or several: `AnswerScore`, `KLDivergence`, `TextScore`, `RefusalRate`, or your own."""
     trials: Annotated[int | None, Arg(functools.partial(inputs.check_whole, least=1, most=MAX_TRIALS))] = None
-    """Number of trials; 100 by default, and with "grid" every combination of choices."""
+    """Number of trials; 100 by default, and with "grid" every combination of choices. A journal resumes with more."""
     sampler: Annotated[Any, Arg(_sampler, None, served=False)] = "random"
     """random, grid, or Optuna's: tpe, nsgaii and others by name, or one of its samplers as an object, which use the
     results of earlier rounds."""
@@ -507,33 +550,41 @@ class Search(Study):
         runs = sum(len(as_items(one.prompts, "prompts")) for one in objectives)  # of a trial
         found: list[_Trial] = []
         drawn: list[dict[str, Any]] = []
+        question = {name: of for name, of in self.to_dict().items() if name != "trials"}
+        if resume is not None:
+            question["content"] = [_content(one, f"objectives[{i}]") for i, one in enumerate(objectives)]
+        known: dict[Program, tuple[list[float], str]] = {}  # values and error: equal trials are measured once
         with (
-            keeping(lm, {**self.to_dict(), "sources": list(map(_sources, objectives))}, resume) as journal,
+            keeping(lm, question, resume) as journal,
             progress("searching", (total + 1) * runs, show_progress, "runs") as advance,
         ):
 
             def measure(settings: Sequence[dict[str, Any]], programs: Sequence[Program]) -> list[_Trial]:
-                """The records of some trials, from the journal if it has them."""
-                # ops of code have no fingerprint, so they cannot be resumed
-                prints = [program.fingerprint if journal is not None else "" for program in programs]
+                """The records of some trials, from the journal as far as it has them."""
+                prints = [content_of(lm, program, "space.program") if resume else "" for program in programs]
                 plain = [(json_of(plain_data(each)), of) for each, of in zip(settings, prints, strict=True)]
                 records = journal.take(_Trial, len(programs)) if journal is not None else []
-                if records:
-                    advance(len(programs) * runs)
-                else:
-                    measured = Measured(lm, programs, batch, advance, {})
+                if [(of.settings, of.program) for of in records] != plain[: len(records)]:
+                    raise ProgramError(f"{resume} has different trials: the space's function or an entry of the bank "
+                                       "has changed", "resume")  # fmt: skip
+                known.update((program, (of.values, of.error)) for program, of in zip(programs, records, strict=False))
+                new = list(dict.fromkeys(program for program in programs if program not in known))
+                advance((len(programs) - len(new)) * runs)
+                if new:
+                    measured = Measured(lm, new, batch, advance, {})
                     values = np.stack([one.measure(measured) for one in objectives], 1).tolist()
-                    records = [_Trial(*key, of, str(measured.errors.get(i, "")))
-                               for i, (key, of) in enumerate(zip(plain, values, strict=True))]  # fmt: skip
-                    if journal is not None:
-                        journal.append(records)
-                if [(of.settings, of.program) for of in records] != plain:
-                    raise ProgramError(f"{resume} has different trials: the space's function has changed", "resume")
-                return records
+                    if not new[0] and (error := measured.errors.get(0)):
+                        raise type(error)(f"the unedited model failed: {error.message}", error.path)
+                    known.update(
+                        (program, (values[i], str(measured.errors.get(i, "")))) for i, program in enumerate(new)
+                    )
+                left = zip(plain[len(records) :], programs[len(records) :], strict=True)
+                added = [_Trial(*key, *known[program]) for key, program in left]
+                if journal is not None and added:
+                    journal.append(added)
+                return [*records, *added]
 
             [unedited] = measure([{}], [Program.of(())])
-            if unedited.error:
-                raise RunError(f"the unedited model failed: {unedited.error}")
             for begin in range(0, total, self.per_round):
                 settings = sampler.ask(min(self.per_round, total - begin))
                 new = measure(settings, [self.space.made(each) for each in settings])

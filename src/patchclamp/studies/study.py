@@ -41,7 +41,7 @@ from patchclamp.engines import base
 from patchclamp.engines.grading import LOOK_EVERY_S
 from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.grade import UNDER_WAY, Pace
-from patchclamp.language import Site
+from patchclamp.language import Program, Site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array, as_file, as_plain, check_dense
 from patchclamp.lm import LM
@@ -509,11 +509,13 @@ def _docs(cls: type) -> dict[str, str]:
 
 
 def plain_data(value: Any) -> Any:
-    """A value as plain JSON data; an array as its shape and the hash of its numbers."""
+    """A value as plain JSON data; an array as its shape and the hash of its numbers, bytes as their hash."""
     if "float" in str(getattr(value, "dtype", "")) and hasattr(value, "shape"):
         numbers = as_array(value)
         return {"shape": list(numbers.shape), "sha256": hashlib.sha256(numbers.tobytes()).hexdigest()}
     value = as_plain(value)
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
     if isinstance(value, slice):
         parts = (value.start, value.stop) if value.step is None else (value.start, value.stop, value.step)
         return ":".join("" if part is None else str(part) for part in parts)
@@ -533,7 +535,7 @@ def plain_data(value: Any) -> Any:
 Record = TypeVar("Record")
 
 
-def json_of(question: Mapping[str, Any]) -> str:
+def json_of(question: Any) -> str:
     """Plain data as JSON, the same text for the same data. NumPy's numbers count as plain."""
     return msgspec.json.encode(question, enc_hook=_plain, order="deterministic").decode()
 
@@ -636,11 +638,19 @@ def run_batches(
         ended.result()
 
 
+def content_of(lm: LM, program: Program, path: str) -> str:
+    """The content of a program, for a journal (`NamedBank.content_of`). Raises `ProgramError` for code."""
+    try:
+        return lm.bank.content_of(program, {name: of.card.content for name, of in lm.sites.dictionaries.items()})
+    except PatchclampError as error:
+        raise error.under(path) from None
+
+
 @contextmanager
 def keeping(lm: LM, question: Mapping[str, Any], resume: Resumable | None) -> Iterator[Journal | None]:
     """The journal of a resumable study; None without `resume`.
 
-    question: everything that determines the values, as plain data
+    question: everything that determines the values, as plain data; of programs, their `content_of`
     Raises: `ProgramError` if the journal belongs to another study, model, engine or version, `NameTaken` if another
     study is writing it.
     """

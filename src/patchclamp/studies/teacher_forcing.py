@@ -12,17 +12,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from patchclamp.engines.grading import GradeJob
 from patchclamp.engines.tokenizer import prompt_of
-from patchclamp.errors import CapacityError, ProgramError, TokensError
+from patchclamp.errors import CapacityError, PatchclampError, TokensError
 from patchclamp.grade import Pace
-from patchclamp.language import Capture, From, Op, Program, Replace, Site
-from patchclamp.language.ops import SiteOp
+from patchclamp.language import Capture, From, Op, Replace, Site, When
+from patchclamp.language.conditions import comparisons
 from patchclamp.language.tokens import Tokens, every
 from patchclamp.lm import LM, MAX_SCORES
 from patchclamp.plan import Prompt
@@ -39,12 +39,18 @@ class Forced(msgspec.Struct, frozen=True):
 
     edits: as in a run that generates the continuation: selections of the prompt mean the prompt, `generated` means the
         continuation
+    path: of the edits, in errors
     """
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
     edits: tuple[Op, ...] = ()
     text: str | None = None
+    path: str = ""
+
+    @property
+    def has_conditions(self) -> bool:
+        return any(isinstance(op, When) for op in self.edits)
 
 
 def forced_logprobs(
@@ -65,7 +71,12 @@ def forced_logprobs(
     advance(len(logprobs))
     pace = Pace(MAX_ROWS)
     for group in pace.parts(items[len(logprobs) :], lambda item: len(item.continuation)):
-        new = _group_logprobs(lm, group, batch)
+        try:
+            new = _group_logprobs(lm, group, batch)
+        except PatchclampError:
+            for item in group:
+                _check(lm, item)
+            raise
         if journal is not None:
             journal.append([row.tolist() for row in new])
         pace.done()
@@ -101,25 +112,40 @@ def _key(longs: dict[Any, _Long], item: Forced) -> Any:
 
 def _group_logprobs(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]:
     if not lm.batch_refusal:
-        of_pair: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for i, item in enumerate(items):
-            of_pair.setdefault((item.prompt, item.continuation), []).append(i)
-        jobs = [_job(lm, [items[i] for i in which]) for which in of_pair.values()]
         with contextlib.suppress(CapacityError):  # as requests, rows are faster
-            rows: dict[int, np.ndarray] = {}
-            for grades, which in zip(lm.graded(jobs, route="bulk"), of_pair.values(), strict=True):
-                for error in grades.errors.values():
-                    raise error
-                rows |= zip(which, grades.logprobs.astype(np.float64), strict=True)
-            return [rows[i] for i in range(len(items))]
-    return _logprobs_of_rows(lm, items, batch)
+            return _graded(lm, items, batch, "bulk")
+    # the end of the prompt, where conditions may be decided, is not that of a long run
+    graded = iter(_graded(lm, [item for item in items if item.has_conditions], batch))
+    rows = iter(_logprobs_of_rows(lm, [item for item in items if not item.has_conditions], batch))
+    return [next(graded if item.has_conditions else rows) for item in items]
 
 
-def _job(lm: LM, items: Sequence[Forced]) -> GradeJob:
-    """The job of the edits of items with the same prompt and continuation."""
-    of = items[0]
-    scores = [[(of.continuation[:i], token)] for i, token in enumerate(of.continuation)]
-    return lm.grade_job(of.prompt, [list(fixed(lm, item)) for item in items], scores)
+def _graded(lm: LM, items: list[Forced], batch: int, route: Literal["any", "bulk"] = "any") -> list[np.ndarray]:
+    """The log-probabilities by `LM.graded`."""
+    of_pair: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for i, item in enumerate(items):
+        of_pair.setdefault((item.prompt, item.continuation), []).append(i)
+    jobs: list[GradeJob] = []
+    for (prompt, continuation), which in of_pair.items():
+        programs = [[op for _, op in fixed(lm, items[i])] for i in which]
+        scores = [[(continuation[:n], token)] for n, token in enumerate(continuation)]
+        jobs.append(lm.grade_job(prompt, programs, scores))
+    rows: dict[int, np.ndarray] = {}
+    for grades, which in zip(lm.graded(jobs, batch=batch, route=route), of_pair.values(), strict=True):
+        for error in grades.errors.values():
+            raise error
+        rows |= zip(which, grades.logprobs.astype(np.float64), strict=True)
+    return [rows[i] for i in range(len(items))]
+
+
+def _check(lm: LM, item: Forced) -> None:
+    """Raise the error of an edit that does not fit the model or the prompt, with its path."""
+    for path, op in fixed(lm, item):
+        try:
+            lm.grade_job(item.prompt, [[op]], [[(item.continuation[:-1], 0)]])
+        except PatchclampError as error:
+            within = (error.path or "").removeprefix("programs[0].edits[0]").lstrip(".")
+            raise type(error)(error.message, within or None).under(path) from None
 
 
 def _logprobs_of_rows(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]:
@@ -143,7 +169,7 @@ def _whole(lm: LM, longs: list[_Long]) -> dict[str, Any]:
     return {
         "prompt": [[*long.item.prompt, *long.item.continuation[:-1]] for long in longs],
         "max_tokens": 1,
-        "edits": [list(fixed(lm, long.item)) for long in longs],
+        "edits": [[op for _, op in fixed(lm, long.item)] for long in longs],
         "capture": [[Capture(FINAL_NORM, every[begin : begin + long.count])] if long.count else []
                     for begin, long in zip(begins, longs, strict=True)],
         "score": [long.lasts for long in longs],
@@ -177,16 +203,29 @@ def _readout(longs: list[_Long], runs: list[Run], places: list[tuple[int, int]])
     }
 
 
-def fixed(lm: LM, item: Forced) -> Iterator[Op]:
-    """An item's edits with their positions as numbers, because the continuation is now part of the prompt."""
+def fixed(lm: LM, item: Forced) -> Iterator[tuple[str, Op]]:
+    """An item's edits by path, those of named programs included, with their positions as numbers, because the
+    continuation is now part of the prompt. Edits and conditions of no position are dropped."""
     ids = [*item.prompt, *item.continuation[:-1]]
     prompt = prompt_of(lm.tokenizer, item.prompt, item.text, None)
-    for path, op in Program.of(list(item.edits)).ops:
-        if not isinstance(op, SiteOp):
-            raise ProgramError("named programs are not supported here: pass their edits", path)
-        positions = _positions(prompt, op.tokens, ids, lm.model.max_model_len)
-        if positions:
-            yield msgspec.structs.replace(op, tokens=_numbered(positions, len(ids)))
+
+    def place(path: str, op: Any) -> Any:
+        try:
+            positions = _positions(prompt, op.tokens, ids, lm.model.max_model_len)
+        except PatchclampError as error:
+            raise error.under(f"{path}.tokens") from None
+        return msgspec.structs.replace(op, tokens=_numbered(positions, len(ids))) if positions else None
+
+    for i, given in enumerate(item.edits):
+        for path, op in lm.bank.expanded(given, f"{item.path}.edits[{i}]".lstrip(".")):
+            if isinstance(op, When):
+                edits = [place(f"{path}.edits[{n}]", edit) for n, edit in enumerate(op.edits)]
+                is_read = all(place(f"{path}.condition", one.probe) for one in comparisons(op.condition))
+                op = msgspec.structs.replace(op, edits=tuple(filter(None, edits))) if any(edits) and is_read else None
+            else:
+                op = place(path, op)
+            if op is not None:
+                yield path, op
 
 
 def _positions(prompt: Prompt, tokens: Tokens, ids: list[int], most: int) -> tuple[int, ...]:
