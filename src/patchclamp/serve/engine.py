@@ -25,6 +25,7 @@ from patchclamp.errors import (
     CapacityError,
     EngineError,
     MissingSource,
+    NameTaken,
     PatchclampError,
     ProgramError,
     ShapeError,
@@ -89,6 +90,8 @@ async def run(request: Request) -> Response:
         raise CapacityError(
             f"expected at most {wire.MAX_REQUESTS} requests in a batch, got {len(batch.requests)}", "requests"
         )
+    if len({each.run for each in batch.requests}) < len(batch.requests):
+        raise NameTaken("expected distinct runs", "requests")
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
     requests = await asyncio.to_thread(lambda: [_request(front, owner, each, vectors) for each in batch.requests])
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
