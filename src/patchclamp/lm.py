@@ -118,7 +118,8 @@ class LM:
         self.batching: dict[str, Any | None] = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options, probes)
         self._probes: list[Probe] = [] if self.engine.monitors else list(probes)  # of every program
-        self.bank, self.allows_code = NamedBank(), allow_code
+        self.bank = NamedBank() if self.engine.bank is None else self.engine.bank
+        self.allows_code = allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
         if allow_code and self.engine.remote:

@@ -48,7 +48,7 @@ from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.room import bank_sizes
 from patchclamp.sites import SiteMap
-from patchclamp.store.named import SourceRun
+from patchclamp.store.named import NamedBank, SourceRun
 
 if TYPE_CHECKING:
     import torch
@@ -513,6 +513,7 @@ class Engine(Protocol):
         proof
     keeps_captures_here: True if captures use this machine's memory before they are fetched
     monitors: its always-on probes, which score every token of every request
+    bank: the bank of every `LM` on it; None if each has its own
     whole_because: the reason why every run is computed in full, on an engine that can compute parts
     """
 
@@ -526,6 +527,7 @@ class Engine(Protocol):
     keeps_captures_here: bool = True
     batch_difference: str | None = None
     monitors: tuple[Monitor, ...] = ()
+    bank: NamedBank | None = None
 
     @property
     def proved(self) -> bool:

@@ -424,6 +424,11 @@ def core_here(engine: LLMEngine) -> Any:
     return engine.engine_core.engine_core if isinstance(engine.engine_core, InprocClient) else None
 
 
+def is_unfinished(engine: LLMEngine, name: str) -> bool:
+    """True if a request of this id, as the caller gave it, has not finished."""
+    return name in engine.output_processor.external_req_ids
+
+
 def is_busy(engine: LLMEngine) -> bool:
     """True if an engine must be stepped. A core in another process steps by itself."""
     core = core_here(engine)
