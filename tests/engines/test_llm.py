@@ -259,7 +259,9 @@ def test_log_probabilities_beside_a_program_are_in_its_run(llm):
     program = pc.Program.of(pc.Add(VECTOR, at=SITE))
     outputs = generate(llm, asked(program, logprobs=2, prompt_logprobs=3))
     lm = pc.LM(llm)
-    own = lm.run(PROMPTS, max_tokens=6, edits=program.edits, logprobs=2, prompt_logprobs=3, sampling={"ignore_eos": True})
+    own = lm.run(
+        PROMPTS, max_tokens=6, edits=program.edits, logprobs=2, prompt_logprobs=3, sampling={"ignore_eos": True}
+    )
     plain = lm.run(PROMPTS, max_tokens=1, prompt_logprobs=True)
     for output, expected, without in zip(outputs, own, plain, strict=True):
         run = output.outputs[0].patchclamp
@@ -284,7 +286,9 @@ def test_programs_name_what_is_in_the_bank_of_the_llm(llm):
         found = [list(output.outputs[0].token_ids) for output in generate(llm, asked(pc.Program.of(pc.Use("steer"))))]
     finally:
         pc.LM(llm).bank.clear()
-    assert found == [list(each.outputs[0].token_ids) for each in generate(llm, asked(pc.Program.of(pc.Add(VECTOR, SITE))))]
+    assert found == [
+        list(each.outputs[0].token_ids) for each in generate(llm, asked(pc.Program.of(pc.Add(VECTOR, SITE))))
+    ]
     assert found != [list(each.outputs[0].token_ids) for each in generate(llm, asked())]
     with pytest.raises(MissingSource) as raised:
         generate(llm, asked(pc.Program.of(pc.Use("steer"))))

@@ -179,9 +179,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (3_998, 12), "sites": (2_043, 4), "plan": (4_716, 10), "kernels": (1_872, 12), "store": (1_805, 7),
-    "runtime": (3_062, 10), "engines": (4_413, 13), "engines/vllm": (9_035, 26), "trace": (2_441, 5),
-    "studies": (13_758, 40), "plots": (1_652, 7), "serve": (4_402, 16), "cli": (1_324, 4), "": (5_628, 14),
+    "language": (4_000, 12), "sites": (2_043, 4), "plan": (4_716, 10), "kernels": (1_872, 12), "store": (1_805, 7),
+    "runtime": (3_062, 10), "engines": (4_414, 13), "engines/vllm": (9_054, 26), "trace": (2_441, 5),
+    "studies": (13_758, 40), "plots": (1_652, 7), "serve": (4_397, 16), "cli": (1_325, 4), "": (5_634, 14),
 }  # fmt: skip
 
 

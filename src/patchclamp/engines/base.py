@@ -109,7 +109,7 @@ def _read_at(path: Any, argument: str) -> Adapter:
 
 def read_adapter(path: Any) -> Adapter:
     """Read the adapter in a folder. Raises `MissingSource` if files are missing, `ProgramError` if it is not a LoRA."""
-    folder = Path(as_file(path)).expanduser().resolve()
+    folder = Path(os.path.expanduser(as_file(path))).resolve()
     if not folder.is_dir():
         raise MissingSource(f"expected a PEFT adapter folder; {str(path)!r} does not exist")
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
@@ -127,9 +127,8 @@ def read_adapter(path: Any) -> Adapter:
     if kind != "LORA":
         raise ProgramError(f"{folder} is a {kind} adapter; only LORA is supported")
     marks = [(mark.st_size, mark.st_mtime_ns) for mark in ((folder / name).stat() for name in (CONFIG, WEIGHTS))]
-    return Adapter(
-        str(folder), f"{folder.name}-{hashlib.sha256(repr((folder, marks)).encode()).hexdigest()[:16]}", rank
-    )
+    digest = hashlib.sha256(repr((folder, marks)).encode()).hexdigest()
+    return Adapter(str(folder), f"{folder.name}-{digest[:16]}", rank)
 
 
 NUMERICS = ("uniform", "stock")

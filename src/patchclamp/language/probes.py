@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError
+from patchclamp.language.values import as_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,7 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
     import numpy as np
     import safetensors
 
-    file, metadata = Path(path), dict[str, str]()
+    file, metadata = Path(as_file(path, "path")), dict[str, str]()
     try:
         if file.suffix == ".safetensors":
             with safetensors.safe_open(file, "np") as opened:
@@ -95,7 +96,7 @@ def write_probe(
     """Write a file that `read_probe` reads."""
     from safetensors.numpy import save_file
 
-    if Path(path).suffix != ".safetensors":
+    if Path(as_file(path, "path")).suffix != ".safetensors":
         raise ProgramError(f"expected a name that ends in .safetensors, got {Path(path).name!r}", "path")
     tensors = {"weight": weight.copy()} | ({} if bias is None else {"bias": bias.copy()})
     save_file(tensors, Path(path), {} if activation is None else {"activation": activation})

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from patchclamp.engines.base import Answer, Request
-from patchclamp.engines.vllm.compat import configuration
-from patchclamp.engines.vllm.compat.clients import SharedSteps, ask_core, core_here, extra_args, is_busy, is_unfinished, verdict_in
+from patchclamp.engines.vllm.compat import clients, configuration
+from patchclamp.engines.vllm.compat.clients import SharedSteps, ask_core, core_here, extra_args, is_busy, verdict_in
 from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.engines.vllm.frontend import confirm, drafts_of
 from patchclamp.engines.vllm.monitors import Choices
@@ -124,7 +124,7 @@ class OfflineEngine(VllmEngine):
     def check_unused(self, name: str, has_run: bool) -> None:
         """Raise `NameTaken` for the id of an unfinished request, if that one or the new one has a run: outputs have no
         other name."""
-        if not is_unfinished(self._engine, name):
+        if not clients.is_unfinished(self._engine, name):
             self._forget_caller(name)  # if it was aborted
         elif has_run or name in self._callers:
             raise NameTaken(f"{name!r} is the id of an unfinished request: choose another", "request_id")
@@ -198,8 +198,8 @@ def _logprobs_of(
     if table is None:
         return None, []
     rows = [{token: each.logprob for token, each in (row or {}).items()} for row in table]
-    ranked = [sorted(row.items(), key=lambda one: -one[1]) for row in rows]
-    likeliest = [dict(row if top == -1 else row[:top]) for row in ranked] if top else []
+    most = len(rows[0]) if rows and top == -1 else top
+    likeliest = [dict(sorted(row.items(), key=lambda one: -one[1])[:most]) for row in rows] if most else []
     return [row[token] for row, token in zip(rows, ids, strict=True)], likeliest
 
 

@@ -290,12 +290,9 @@ def on_outputs() -> None:
     dictionaries from them."""
 
     def process_outputs(
-        stock: Any,
-        processor: OutputProcessor,
-        engine_core_outputs: Sequence[EngineCoreOutput],
-        *args: Any,
+        stock: Any, processor: OutputProcessor, engine_core_outputs: Sequence[EngineCoreOutput], *args: Any,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         tables, log = tables_of(processor), vars(processor).get("patchclamp_monitors")
         if log is not None:
             _file_scores(log, processor, engine_core_outputs)
