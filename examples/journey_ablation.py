@@ -84,17 +84,22 @@ def journey(
     print(scored)
 
     # 4. Write it into a checkpoint, which stock vLLM and Transformers load
-    exported = pc.export(lm, program, folder / "model", prompts=others)
+    exported = pc.export(lm, program, folder / "model", prompts=others, chat=chat)
     print(exported)
     return {"result": result, "best": best, "program": program, "scored": scored, "exported": exported}
 
 
-def completions(folder: Path, prompts: list[str], *options: str) -> list[str]:
+def completions(folder: Path, prompts: list[str], *options: str, chat: bool = False) -> list[str]:
     """5. Serve the checkpoint, and ask it as any client does."""
+    texts: list[str] = []
     with serving(str(folder), *options) as url:
-        body = {"prompt": prompts, "max_tokens": 24, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300).raise_for_status().json()
-    return [choice["text"] for choice in answer["choices"]]
+        for prompt in prompts:
+            asked = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+            route, body = "chat/completions" if chat else "completions", {**asked, "max_tokens": 24, "temperature": 0}
+            answer = httpx.post(f"{url}/v1/{route}", json=body, timeout=300).raise_for_status().json()
+            [choice] = answer["choices"]
+            texts.append(choice["message"]["content"] if chat else choice["text"])
+    return texts
 
 
 def main() -> None:
@@ -118,7 +123,8 @@ def main() -> None:
     patterns = args.pattern or (pc.studies.REFUSALS if args.prompts else GLOOM)
     with pc.LM(args.model, engine=args.engine) as lm:
         journey(lm, args.folder, *lines, patterns, chat=args.chat, trials=args.trials, most_kl=args.most_kl)
-    for prompt, text in zip(lines[0], completions(args.folder / "model", lines[0][:4]), strict=False):
+    texts = completions(args.folder / "model", lines[0][:4], chat=args.chat)
+    for prompt, text in zip(lines[0], texts, strict=False):
         print(f"{prompt} → {text!r}")
 
 

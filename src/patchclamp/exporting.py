@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,7 +32,7 @@ from patchclamp.errors import ModelError, PatchclampError, ProgramError, Unsuppo
 from patchclamp.grade import read_program
 from patchclamp.language import Op, Program, Site, Vector, every
 from patchclamp.language.ops import Ablate, Add, LowRank, SiteOp
-from patchclamp.language.values import Named, as_dtype, orthonormal
+from patchclamp.language.values import Named, as_dtype, as_file, as_flag, as_items, orthonormal
 from patchclamp.lm import LM
 from patchclamp.run import Run
 from patchclamp.runtime.taps import find
@@ -63,11 +63,11 @@ tags: [patchclamp]
 
 | | |
 |---|---|
-| KL(original ‖ this model) of the next token, mean over {count} prompts | {kl:.4g} nats |
+| KL(original ‖ this model) of the next token, mean over {count} {kind} | {kl:.4g} nats |
 | largest difference of a next-token log-probability from the program's, weights in fp32 | {error:.2g} |
 | the same of the weights in this folder, {dtype} | {stored_error:.2g} |
 
-The differences are over the same prompts and {random} of random tokens.
+The differences are over these and {random} of random tokens.
 
 ## Program
 
@@ -104,7 +104,8 @@ class _Edit(NamedTuple):
 
 def export(
     model: str | LM, program: Any, out: str | os.PathLike[str], *, prompts: Sequence[Any] | None = None,
-    bank: Mapping[str, Any] | None = None, dtype: str | None = None, skip_tokenizer_init: bool = False,
+    chat: bool = False, bank: Mapping[str, Any] | None = None, dtype: str | None = None,
+    skip_tokenizer_init: bool = False,
 ) -> Exported:  # fmt: skip
     """Write a checkpoint that computes without patchclamp what a model computes with a program.
 
@@ -116,7 +117,9 @@ def export(
     model: a hub id, a folder, or an `LM` of one, whose bank is used. It is loaded on Transformers, on the CPU in fp32
     program: an op, a list of ops, or a `Program`
     out: a folder, which must be empty or not exist
-    prompts: texts or token ids, on which the effect is measured; default: random tokens
+    prompts: texts or token ids, or with `chat` texts or lists of messages, on which the effect is measured; default:
+        random tokens
+    chat: send each prompt as the user turn of a chat
     bank: the vectors and programs that the program names
     dtype: of the written weights; default: the checkpoint's
     skip_tokenizer_init: export a model that has no tokenizer
@@ -124,7 +127,9 @@ def export(
     Raises `ProgramError` or `UnsupportedSite` with the path of an op that cannot be exported, and `ModelError` if the
     new model is not equal to the program.
     """
-    out = Path(out)
+    out, asked = Path(as_file(out, "out")), as_items(() if prompts is None else prompts, "prompts")
+    if as_flag(chat, "chat") and not asked:
+        raise ProgramError("expected prompts to send as chats, got none", "chat")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ProgramError(f"expected an empty folder or none, got {out}", "out")
     name, own_bank = (model.model.name, model.bank) if isinstance(model, LM) else (model, None)
@@ -137,7 +142,7 @@ def export(
         plan = _Plan(lm, made)
         rng = np.random.default_rng(0)
         random = rng.integers(lm.model.d_vocab, size=(RANDOM_PROMPTS, RANDOM_TOKENS)).tolist()
-        ids = [lm.tokens(each) if isinstance(each, str) else list(each) for each in prompts or ()] + random
+        ids = [_ids(lm, each, chat, f"prompts[{i}]") for i, each in enumerate(asked)] + random
         before = _program_logprobs(lm, ids, Program())
         wanted = _program_logprobs(lm, ids, made)
         source, tokenizer = lm.engine.model.name, lm.tokenizer
@@ -151,33 +156,36 @@ def export(
         if tensor.is_floating_point():
             tensor.copy_(tensor.to(stored))  # but not buffers that are computed, such as rotary frequencies
     expected = _logprobs(net, ids)
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    was_there = out.exists()
     try:
-        net.to(stored).save_pretrained(partial)
-        if isinstance(tokenizer, HubTokenizer):
-            tokenizer.inner.save_pretrained(partial)
-        del net
-        found = _logprobs(_load(str(partial))[0], ids)
-        if not _largest(found, expected) <= MAX_ERROR:
-            raise ModelError(f"the reloaded checkpoint differs by {_largest(found, expected):.2g} in a log-probability")
-        count = len(prompts or ()) or RANDOM_PROMPTS
-        result = Exported(
-            out, float(np.mean([kl(p, q) for p, q in zip(before[:count], found, strict=False)])), error,
-            _largest(found, wanted),
-        )  # fmt: skip
-        text = CARD.format(
-            model=name, name=out.name, version=__version__, dtype=str(stored).removeprefix("torch."),
-            changes="\n".join(changes), count=count, random=RANDOM_PROMPTS, kl=result.kl, error=error,
-            stored_error=result.stored_error, program=json.dumps(_shown(json.loads(plan.program.to_json())), indent=1),
-        )  # fmt: skip
-        (partial / "program.json").write_text(plan.program.to_json())
-        (partial / "README.md").write_text(text)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            partial = Path(folder)
+            net.to(stored).save_pretrained(partial)
+            if isinstance(tokenizer, HubTokenizer):
+                tokenizer.inner.save_pretrained(partial)
+            del net
+            found = _logprobs(_load(folder)[0], ids)
+            if not _largest(found, expected) <= MAX_ERROR:
+                raise ModelError(f"the checkpoint differs by {_largest(found, expected):.2g} in a log-probability")
+            count = len(asked) or RANDOM_PROMPTS
+            measured = float(np.mean([kl(p, q) for p, q in zip(before[:count], found, strict=False)]))
+            result = Exported(out, measured, error, _largest(found, wanted))
+            text = CARD.format(
+                model=name, name=out.resolve().name, version=__version__, dtype=str(stored).removeprefix("torch."),
+                changes="\n".join(changes), count=count, kind="chats" if chat else "prompts", random=RANDOM_PROMPTS,
+                kl=measured, error=error, stored_error=result.stored_error,
+                program=json.dumps(_shown(json.loads(plan.program.to_json())), indent=1),
+            )  # fmt: skip
+            (partial / "program.json").write_text(plan.program.to_json())
+            (partial / "README.md").write_text(text)
+            for file in partial.iterdir():
+                file.rename(out / file.name)
+    except OSError as error:
+        raise ProgramError(f"cannot write {out}: {error}", "out") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not was_there and out.is_dir() and not any(out.iterdir()):
+            out.rmdir()
     return result
 
 
@@ -414,12 +422,23 @@ def _is_close(made: Any, rows: Any) -> bool:
 
 def _load(model: str) -> tuple[Any, torch.dtype]:
     """A model in fp32, and the dtype of its checkpoint."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
     if getattr(config, "quantization_config", None) is not None or config.get_text_config() is not config:
         raise ModelError("expected an unquantised checkpoint of a text model", "model")
-    return load_net(model, torch.float32).eval(), cast(torch.dtype, config.dtype or torch.float32)
+    dtype = config.dtype or AutoModelForCausalLM.from_pretrained(model, dtype="auto", device_map="meta").dtype
+    return load_net(model, torch.float32).eval(), cast(torch.dtype, dtype)
+
+
+def _ids(lm: LM, prompt: Any, chat: bool, path: str) -> list[int]:
+    """The token ids of a prompt; with `chat` of a user's turn, or of messages."""
+    try:
+        if chat:
+            return lm.tokens(messages=[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return lm.tokens(prompt) if isinstance(prompt, str) else as_items(prompt, "")
+    except PatchclampError as error:
+        raise error.under(path) from None
 
 
 def _logprobs(net: Any, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:

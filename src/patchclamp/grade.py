@@ -24,7 +24,9 @@ from patchclamp.language import Program
 from patchclamp.language.values import as_items
 from patchclamp.plan.bind import Bindings, Code, code_numbers
 from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, PositionRange, RunCode
+from patchclamp.plan.cuts import MIN_SHARED
 from patchclamp.plan.prompt import Prompt
+from patchclamp.sites.map import LENS
 from patchclamp.store.named import SourceRun
 
 AT_ONCE = 512  # requests of a batch
@@ -98,54 +100,65 @@ def bound_job(
 
 
 class _ByRequests:
-    """A job whose programs run as requests, one per distinct tokens after the prompt.
+    """A job whose programs run as requests, one per distinct tokens after the prompt. Of few programs, a request of all
+    of a score's tokens reads each from the log-probabilities of its prompt; many may be computed from a cut instead.
 
-    questions: of each program's requests, the tokens after the prompt, those to score, and the number of likeliest ones
+    questions: of each request, the tokens after the prompt, those to score, the number of likeliest ones, and True to
+        read the prompt's
     """
 
-    def __init__(self, job: GradeJob, table: GradeTable) -> None:
-        self.job, self.table = job, table
+    def __init__(self, engine: Engine, job: GradeJob, table: GradeTable) -> None:
+        self._engine, self.job, self.table = engine, job, table
+        reads_prompts = job.count < MIN_SHARED and LENS not in engine.sites.withdrawn and not _edits_logits(engine, job)
         self._scored: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # scores and tokens, by the tokens before
         if job.kl:  # of the prompt's own next token: the first question
             self._scored[()] = []
+        self._read: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # scores and positions, by all tokens
         for i, terms in enumerate(job.terms):
             for number, offset, token in terms:
-                self._scored.setdefault(job.suffixes[number][:offset], []).append((i, token))
-        self.questions: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
-            (suffix, tuple(dict.fromkeys(token for _, token in of)), 0) for suffix, of in self._scored.items()
+                suffix = job.suffixes[number]
+                if reads_prompts and suffix[offset : offset + 1] == (token,):
+                    self._scored.setdefault(suffix, [])
+                    self._read.setdefault(suffix, []).append((i, len(job.prompt) + offset))
+                else:
+                    self._scored.setdefault(suffix[:offset], []).append((i, token))
+        self.questions: list[tuple[tuple[int, ...], tuple[int, ...], int, bool]] = [
+            (suffix, tuple(dict.fromkeys(token for _, token in of)), 0, suffix in self._read)
+            for suffix, of in self._scored.items()
         ]
         if job.top or not self.questions:
-            self.questions.append(((), (), max(job.top, 1)))  # engines do not report the likeliest beside scores
+            self.questions.append(((), (), max(job.top, 1), False))  # engines do not report the likeliest beside scores
         self._base: np.ndarray | None = None
         if job.kl:  # which compares with the distribution of row 0
             table.done[0] = False
         self.left: np.ndarray = np.flatnonzero(~table.done[0 if job.has_baseline else 1 :]) - job.has_baseline
         table.logprobs[self.left + 1] = 0
 
-    def requests(self, engine: Engine, number: int) -> list[Request]:
+    def requests(self, number: int) -> list[Request]:
         """The requests of a program; of the prompt without one if the number is −1."""
-        return [_request(engine, self.job, number, *question, self.job.kl and i == 0)
+        return [_request(self._engine, self.job, number, *question, self.job.kl and i == 0)
                 for i, question in enumerate(self.questions)]  # fmt: skip
 
-    def read(
-        self, engine: Engine, number: int, requests: Sequence[Request], answers: Iterable[Answer | PatchclampError]
-    ) -> None:
+    def read(self, number: int, requests: Sequence[Request], answers: Iterable[Answer | PatchclampError]) -> None:
         """Add the answers of a program to the table."""
         job, table, row = self.job, self.table, number + 1
-        for i, ((suffix, _, top), request, answer) in enumerate(zip(self.questions, requests, answers, strict=True)):
+        found = zip(self.questions, requests, answers, strict=True)
+        for i, ((suffix, _, top, reads), request, answer) in enumerate(found):
             if isinstance(answer, PatchclampError):
                 table.errors.setdefault(number, answer)
                 continue
             table.from_cut += answer.computed_from is not None
             for score, token in self._scored.get(suffix, ()) if not top else ():
                 table.logprobs[row, score] += answer.scores[token]
+            for score, position in self._read[suffix] if reads else ():
+                assert answer.prompt_logprobs is not None
+                table.logprobs[row, score] += answer.prompt_logprobs[position - 1]  # without the first token's
             if top and job.top:
-                found = answer.top_logprobs[0]
-                ids = sorted(found, key=lambda token: -found[token])[: job.top]
-                table.top_ids[row] = ids
-                table.top_logprobs[row] = [found[token] for token in ids]
+                of_token = answer.top_logprobs[0]
+                ids = sorted(of_token, key=lambda token: -of_token[token])[: job.top]
+                table.top_ids[row], table.top_logprobs[row] = ids, [of_token[token] for token in ids]
             if job.kl and i == 0 and table.kl is not None:
-                _, rows = engine.fetch(request.run, _logits(engine))  # of all next tokens
+                _, rows = self._engine.fetch(request.run, _logits(self._engine))  # of all next tokens
                 logprobs = log_softmax(np.asarray(rows)[-1])
                 self._base = logprobs if self._base is None else self._base
                 table.kl[row] = kl(self._base, logprobs)
@@ -161,7 +174,7 @@ def by_requests(
     `tell` is called with the number of a job and those of its programs that have been graded. An error that it raises,
     or an interrupt, stops the requests that are under way.
     """
-    running = [_ByRequests(job, table) for job, table in zip(jobs, tables, strict=True)]
+    running = [_ByRequests(engine, job, table) for job, table in zip(jobs, tables, strict=True)]
     if any(job.kl for job in jobs):
         batch = max(1, min(batch, FULL_BYTES // (4 * engine.model.d_vocab)))
     programs = ((i, number) for i, each in enumerate(running) for number in each.left.tolist())
@@ -176,7 +189,7 @@ def by_requests(
         pairs = zip(requests, map(_answer, futures), strict=True)
         for i, number in part:
             own = list(itertools.islice(pairs, len(running[i].questions)))
-            running[i].read(engine, number, [request for request, _ in own], [answer for _, answer in own])
+            running[i].read(number, [request for request, _ in own], [answer for _, answer in own])
         under_way.popleft()
         engine.release([request.run for request in requests])
         pace.done()
@@ -185,7 +198,7 @@ def by_requests(
 
     try:
         for part in pace.parts(programs, lambda program: len(running[program[0]].questions)):
-            requests = [request for i, number in part for request in running[i].requests(engine, number)]
+            requests = [request for i, number in part for request in running[i].requests(number)]
             under_way.append((part, requests, engine.submit(requests)))
             if len(under_way) == UNDER_WAY:
                 read_one()
@@ -199,9 +212,16 @@ def _logits(engine: Engine) -> int:
     return next(point.number for point in engine.sites.points if point.rows == "sampled")
 
 
+def _edits_logits(engine: Engine, job: GradeJob) -> bool:
+    """True if a program of a job edits logits, which changes only those of sampled tokens."""
+    bound, point = (job.bound(number) for number in range(job.count)), _logits(engine)
+    return any(point in op.points for each in bound if each is not None for op in each.ops)
+
+
 def _request(
-    engine: Engine, job: GradeJob, number: int, suffix: tuple[int, ...], score: tuple[int, ...], top: int, asks_kl: bool
-) -> Request:
+    engine: Engine, job: GradeJob, number: int, suffix: tuple[int, ...], score: tuple[int, ...], top: int, reads: bool,
+    asks_kl: bool,
+) -> Request:  # fmt: skip
     """The request of one program, whose prompt is followed by `suffix`."""
     run, prompt = engine.run_prefix + secrets.token_hex(8), [*job.prompt, *suffix]
     bound, code = job.bound(number) if number >= 0 else None, dict[int, Code]()
@@ -214,7 +234,8 @@ def _request(
         bound = BoundProgram(run, len(prompt), (*(() if bound is None else bound.ops), keep))
     keys = set() if bound is None else {key for op in bound.ops for key in op.keys}
     vectors = {key: rows for key, rows in job.vectors.items() if key in keys}
-    return Request(run, prompt, 1, bound, vectors, score=score, logprobs=top or None, code=code, sources=job.sources)
+    return Request(run, prompt, 1, bound, vectors, score=score, logprobs=top or None, code=code, sources=job.sources,
+                   prompt_logprobs=0 if reads else None)  # fmt: skip
 
 
 def _with_code(op: BoundOp, known: Mapping[int, Code], code: dict[int, Code]) -> BoundOp:

@@ -98,15 +98,9 @@ class LM:
     allows_code: bool
 
     def __init__(
-        self,
-        model: str | VllmLLM,
-        engine: str | Engine | None = None,
-        *,
-        allow_code: bool = False,
-        capture_bytes: int | None = None,
-        probes: Sequence[Probe] = (),
-        **options: Any,
-    ) -> None:
+        self, model: str | VllmLLM, engine: str | Engine | None = None, *, allow_code: bool = False,
+        capture_bytes: int | None = None, probes: Sequence[Probe] = (), **options: Any,
+    ) -> None:  # fmt: skip
         for i, probe in enumerate(probes):
             if not isinstance(probe, Probe):
                 raise ProgramError(f"expected a Probe, got {type(probe).__name__}", f"probes[{i}]")
@@ -118,7 +112,8 @@ class LM:
         self.batching: dict[str, Any | None] = {name: options.get(name) for name in ("max_num_seqs", "padding_side")}
         self.engine: Engine = open_engine(model, engine, options, probes)
         self._always_on: list[Probe] = [each.probe for each in self.engine.monitors] or list(probes)
-        self.bank, self.allows_code = NamedBank(), allow_code
+        self.bank = NamedBank() if self.engine.bank is None else self.engine.bank
+        self.allows_code = allow_code
         self._runs: weakref.WeakValueDictionary[str, Run] = weakref.WeakValueDictionary()
         self._close = weakref.finalize(self, self.engine.close) if self.engine is not engine else self.engine.close
         if allow_code and self.engine.remote:
@@ -146,12 +141,9 @@ class LM:
     ) -> Run: ...
     @overload
     def run(
-        self,
-        prompt: Sequence[str | Mapping[str, Any] | Sequence[int]],
-        *,
-        n: None = None,
+        self, prompt: Sequence[str | Mapping[str, Any] | Sequence[int]], *, n: None = None,
         **arguments: Unpack[CallArguments],
-    ) -> list[Run]: ...
+    ) -> list[Run]: ...  # fmt: skip
     @overload
     def run(
         self, prompt: str | Mapping[str, Any] | Sequence[int], *, n: int, **arguments: Unpack[CallArguments]
@@ -292,7 +284,7 @@ class LM:
         A program that fails has NaN, and its error in `errors`. An invalid one raises before anything runs.
         """
         prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
-        lists = list(programs) if listed else [programs]
+        lists = as_items(programs, "programs") if listed else [programs]
         if len(lists) != len(prompts):
             raise ProgramError(f"expected one list of programs per prompt ({len(prompts)})", "programs")
         kl, top = as_flag(kl, "kl"), read_top(top)
@@ -365,7 +357,7 @@ class LM:
         All are graded together (`grade`). A text is tokenised by itself.
         """
         prompts, listed = self._prompts(prompt, None, None)
-        continuations = list(continuation) if listed else [continuation]
+        continuations = as_items(continuation, "continuation") if listed else [continuation]
         if len(continuations) != len(prompts):
             raise ProgramError(f"expected one continuation per prompt ({len(prompts)})", "continuation")
         bindings = self.bindings()
@@ -377,7 +369,8 @@ class LM:
             except PatchclampError as error:
                 raise type(error)(error.message, f"continuation[{i}]" if listed else "continuation") from None
             terms = [[(ids[:n], token) for n, token in enumerate(ids)] for ids in scores]
-            jobs.append(self._grade_job(one, [edits], terms, False, 0, bindings))
+            job = self._grade_job(one, [edits], terms, False, 0, bindings)
+            jobs.append(msgspec.structs.replace(job, has_baseline=False))
         found: list[Any] = []
         for grades, several in zip(self.graded(jobs), are_several, strict=True):
             for error in grades.errors.values():
@@ -509,23 +502,12 @@ class LM:
         return self.engine.job_refusal(job) or (next(iter(job.refused.values())) if all_refused else "")
 
     def _read_call(
-        self,
-        prompt: Any = None,
-        *,
-        messages: Any = None,
-        max_tokens: int = 16,
-        edits: Any = (),
-        capture: Any = (),
-        temperature: float | None = None,
-        n: int | None = None,
-        sampling: Any = None,
-        score: Any = (),
+        self, prompt: Any = None, *, messages: Any = None, max_tokens: int = 16, edits: Any = (), capture: Any = (),
+        temperature: float | None = None, n: int | None = None, sampling: Any = None, score: Any = (),
         logprobs: bool | int | Sequence[bool | int] = False,
-        prompt_logprobs: bool | int | Sequence[bool | int] = False,
-        stop_when: Any = None,
-        lora: Any = None,
+        prompt_logprobs: bool | int | Sequence[bool | int] = False, stop_when: Any = None, lora: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> _Call:
+    ) -> _Call:  # fmt: skip
         """Reads and checks the arguments of a call, and makes one request per run."""
         prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
         parts = (per_prompt(edits, len(prompts), "edits"), per_prompt(capture, len(prompts), "capture"))
@@ -880,11 +862,8 @@ class LM:
         prompt = as_plain(prompt, path)
         if isinstance(prompt, Mapping):
             if prompt.keys().isdisjoint(("prompt", "prompt_token_ids", "multi_modal_data")):
-                raise ProgramError(
-                    'expected text, a list of token ids or, with images, {"prompt": ..., "multi_modal_data": '
-                    '{"image": ...}}',
-                    path,
-                )
+                raise ProgramError('expected text, a list of token ids or, with images, {"prompt": ..., '
+                                   '"multi_modal_data": {"image": ...}}', path)  # fmt: skip
             expanded = self._expand(prompt, None, {}, path)
             return _Prompt(expanded.ids, expanded=expanded)
         if isinstance(prompt, str):
@@ -906,18 +885,10 @@ class LM:
         return _Prompt(ids, text)
 
     def _request(
-        self,
-        prompt: _Prompt,
-        program: Program,
-        score: Any,
-        sampling: dict[str, Any],
-        max_tokens: int,
-        adapter: Adapter | None,
-        path: str | None,
-        logprobs: tuple[int | None, int | None],
-        bindings: Bindings,
+        self, prompt: _Prompt, program: Program, score: Any, sampling: dict[str, Any], max_tokens: int,
+        adapter: Adapter | None, path: str | None, logprobs: tuple[int | None, int | None], bindings: Bindings,
         number: int,
-    ) -> Request:
+    ) -> Request:  # fmt: skip
         """The request of one run. `path` prefixes the path of errors: the index of a prompt that is in a list.
         `logprobs`: of generated tokens, and of the prompt's; `number`: of its sample."""
         key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt

@@ -498,14 +498,9 @@ class ProvedLM(LM):
     """
 
     def __init__(
-        self,
-        model: str | VllmLLM,
-        engine: str | Engine | None = None,
-        *,
-        prove: bool = True,
-        allow_code: bool = False,
-        **options: Any,
-    ) -> None:
+        self, model: str | VllmLLM, engine: str | Engine | None = None, *, prove: bool = True,
+        allow_code: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         as_flag(prove, "prove")
         super().__init__(model, engine, allow_code=allow_code, **options)
         self._proves = prove

@@ -216,7 +216,7 @@ class Run:
     def prompt_top_logprobs(self) -> list[dict[int, float]]:
         """The log-probabilities of the top tokens at each token of the prompt; of the first none. Raises `ProgramError`
         if not requested."""
-        if len(self.answer.prompt_top_logprobs) != len(self.answer.prompt_logprobs or ()):
+        if len(self.answer.prompt_top_logprobs) != len(self.prompt_logprobs) - 1:
             raise ProgramError("top prompt log-probabilities were not requested: use lm.run(..., prompt_logprobs=5)")
         return [{}, *self.answer.prompt_top_logprobs]
 

@@ -66,7 +66,7 @@ def test_an_exported_model_equals_its_program(family, program, tied, tmp_path):
     assert np.abs(found - logprobs_of(folder)).max() > (1e-2 if family == "granite" else 0.1)
     assert made.error < 1e-4 > made.stored_error
     assert made.kl > 0
-    assert not (tmp_path / "out.partial").exists()
+    assert not [each for each in (tmp_path / "out").iterdir() if each.is_dir()]
 
 
 @pytest.mark.slow
@@ -160,3 +160,65 @@ def test_a_folder_with_files_is_kept(llama, tmp_path):
         pc.export(llama, pc.Ablate(DIRECTIONS, pc.attn_out), tmp_path)
     assert caught.value.path == "out"
     assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_folder_beside_the_new_one_is_kept(llama, tmp_path, monkeypatch):
+    """Also where the new one is the current folder."""
+    (tmp_path / "here.partial").mkdir()
+    (tmp_path / "here.partial" / "mine").write_text("kept")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    pc.export(llama, pc.Ablate(DIRECTIONS, pc.attn_out), ".")
+    assert (tmp_path / "here.partial" / "mine").read_text() == "kept"
+    wanted = logprobs_of_program(llama, [pc.Ablate(DIRECTIONS, pc.attn_out)])
+    assert np.abs(logprobs_of(tmp_path / "here") - wanted).max() < 1e-4
+    assert "# here" in (tmp_path / "here" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("arguments", "path"), [
+    ({"prompts": "Paris"}, "prompts"), ({"prompts": ["w5", None]}, "prompts[1]"), ({"chat": True}, "chat"),
+    ({"out": "a\0b"}, "out"), ({"out": 5}, "out"), ({"out": "x" * 300}, "out"),
+])  # fmt: skip
+def test_wrong_arguments_of_an_export(llama, tmp_path, arguments, path):
+    with pytest.raises(ProgramError) as caught:
+        pc.export(llama, pc.Ablate(DIRECTIONS, pc.attn_out), **{"out": tmp_path / "out", **arguments})
+    assert str(caught.value.path).startswith(path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_dtype_is_that_of_the_weights(tmp_path):
+    """Of a checkpoint whose config has none."""
+    folder = of_family(tmp_path / "model", "llama")
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config.pop("dtype", None)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    for dtype, stored in ((None, "bfloat16"), ("float32", "float32")):
+        pc.export(folder, pc.Ablate(DIRECTIONS, pc.attn_out), tmp_path / stored, dtype=dtype, **IDS)
+        assert json.loads((tmp_path / stored / "config.json").read_text())["dtype"] == stored
+
+
+def test_the_effect_on_chats_is_that_of_templated_prompts(llama, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = "w100 {% for m in messages %}{{ m['content'] }} w101 {% endfor %}w102"
+    tokenizer.save_pretrained(llama)
+    texts, program = ["w5 w6 w7", "w8 w9"], pc.Ablate(DIRECTIONS, pc.attn_out)
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    nets = {}
+
+    def plain_kl(ids: list[list[int]]) -> float:
+        p, q = (
+            [log_softmax(net(torch.tensor([each])).logits[0, -1].detach().numpy()) for each in ids]
+            for net in nets.values()
+        )
+        return float(np.mean([(np.exp(a) * (a - b)).sum() for a, b in zip(p, q, strict=True)]))
+
+    found = [pc.export(llama, program, tmp_path / name, prompts=prompts, chat=chat).kl
+             for name, prompts, chat in (("a", texts, False), ("b", texts, True), ("c", turns, True))]  # fmt: skip
+    for folder in (llama, tmp_path / "b"):
+        nets[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    untemplated = [tokenizer(text)["input_ids"] for text in texts]
+    templated = [[100, *ids, 101, 102] for ids in untemplated]
+    assert found == pytest.approx([plain_kl(untemplated), plain_kl(templated), plain_kl(templated)], rel=1e-3)
+    assert found[0] != pytest.approx(found[1], rel=1e-2)
+    assert "over 2 chats" in (tmp_path / "b" / "README.md").read_text()

@@ -16,8 +16,9 @@ from patchclamp import proving
 from patchclamp.engines.vllm import sync_engine
 from patchclamp.engines.vllm.compat.clients import shut_down
 from patchclamp.engines.vllm.compat.configuration import surroundings
-from patchclamp.errors import EngineError, ProgramError, RunError, UnknownName
+from patchclamp.errors import EngineError, MissingSource, NameTaken, ProgramError, RunError, UnknownName
 from patchclamp.language.program import to_dict
+from patchclamp.serve import llm_requests
 
 from ..models import with_weights
 from ..reference.hooks import PlainModel
@@ -197,6 +198,7 @@ def test_the_callers_requests_wait_while_an_lm_runs(llm):
         ({"extra_args": {"patchclamp": "{"}}, ProgramError, "extra_args.patchclamp"),
         ({"extra_args": {"patchclamp": {"edit": []}}}, UnknownName, "extra_args.patchclamp.edit"),
         ({"extra_args": {"patchclamp": 5}}, ProgramError, "extra_args.patchclamp"),
+        ({"extra_args": {"patchclamp": b'{"edits": []}'}}, ProgramError, "extra_args.patchclamp"),
         ({"extra_args": {"patchclmp": {}}}, UnknownName, "extra_args.patchclmp"),
         ({"extra_args": {"patchclamp": pc.Program.of(pc.Zero(pc.resid_post[9]))}}, pc.UnsupportedSite,
          "extra_args.patchclamp.edits[0].at"),
@@ -219,6 +221,80 @@ def test_a_failed_program_has_no_text(llm):
         assert (list(completion.token_ids), completion.text, completion.finish_reason) == ([], "", "error")
         with pytest.raises(RunError):
             _ = completion.patchclamp.token_ids
+
+
+BROKEN = pc.Program.of([pc.Scale(1e30, SITE), pc.Scale(1e30, SITE)])
+
+
+@pytest.mark.parametrize("programs", [(BROKEN, BROKEN), (None, BROKEN), (BROKEN, None)], ids=["both", "new", "old"])
+def test_the_id_of_an_unfinished_request_is_refused(llm, monkeypatch, programs):
+    """Of a request with a program, or for one; without any, as in stock vLLM. Its id is free again after its end, and
+    after it was aborted beside another."""
+    monkeypatch.setattr(llm_requests, "monitors_of_config", lambda config: ())  # else every request has a run
+    engine, [expected, *_] = llm.llm_engine, generate(llm, asked())
+
+    def ended(*asked_for: tuple[str, object]) -> list:
+        for name, program in asked_for:
+            engine.add_request(name, {"prompt_token_ids": PROMPTS[0]}, asked(program))
+        found = []
+        while engine.has_unfinished_requests():
+            found += [(each.request_id, each.outputs[0].finish_reason) for each in engine.step() if each.finished]
+        return found
+
+    reason = {None: "length", BROKEN: "error"}
+    with pytest.raises(NameTaken) as raised:
+        ended(("same", programs[0]), ("same", programs[1]))
+    assert raised.value.path == "request_id"
+    assert ended() == [("same", reason[programs[0]])]
+    assert ended(("same", programs[1])) == [("same", reason[programs[1]])]
+    assert ended(("same", None), ("same", None)) == [("same", "length")] * 2
+    for name in ("same", "other"):
+        engine.add_request(name, {"prompt_token_ids": PROMPTS[0]}, asked(programs[0]))
+    engine.abort_request(["same"])
+    assert sorted(ended(("same", programs[1]))) == [("other", reason[programs[0]]), ("same", reason[programs[1]])]
+    assert engine.patchclamp._readers.total() == 0
+    assert list(generate(llm, asked())[0].outputs[0].token_ids) == list(expected.outputs[0].token_ids)
+
+
+def test_log_probabilities_beside_a_program_are_in_its_run(llm):
+    """Also the likeliest ones, as `pc.LM` of the same LLM reads them; not those of a program that failed."""
+    program = pc.Program.of(pc.Add(VECTOR, at=SITE))
+    outputs = generate(llm, asked(program, logprobs=2, prompt_logprobs=3))
+    lm = pc.LM(llm)
+    own = lm.run(
+        PROMPTS, max_tokens=6, edits=program.edits, logprobs=2, prompt_logprobs=3, sampling={"ignore_eos": True}
+    )
+    plain = lm.run(PROMPTS, max_tokens=1, prompt_logprobs=True)
+    for output, expected, without in zip(outputs, own, plain, strict=True):
+        run = output.outputs[0].patchclamp
+        np.testing.assert_allclose(run.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
+        assert np.nanmax(np.abs(np.subtract(run.prompt_logprobs, without.prompt_logprobs))) > 0.1
+        for ours, theirs in ((run.top_logprobs, expected.top_logprobs),
+                             (run.prompt_top_logprobs, expected.prompt_top_logprobs)):  # fmt: skip
+            for row, wanted in zip(ours, theirs, strict=True):
+                assert row.keys() == wanted.keys()
+                np.testing.assert_allclose(list(row.values()), list(wanted.values()), atol=1e-5)
+    [failed] = llm.generate({"prompt_token_ids": PROMPTS[0]}, asked(BROKEN, prompt_logprobs=1), use_tqdm=False)
+    assert failed.prompt_logprobs is None
+    with pytest.raises(ProgramError):
+        _ = lm.run(PROMPTS[0], max_tokens=1).prompt_top_logprobs
+
+
+def test_programs_name_what_is_in_the_bank_of_the_llm(llm):
+    """Of any `pc.LM` of it; an entry that is gone is refused before the run."""
+    pc.LM(llm).bank["d"] = VECTOR
+    pc.LM(llm).bank["steer"] = [pc.Add("d", at=SITE)]
+    try:
+        found = [list(output.outputs[0].token_ids) for output in generate(llm, asked(pc.Program.of(pc.Use("steer"))))]
+    finally:
+        pc.LM(llm).bank.clear()
+    assert found == [
+        list(each.outputs[0].token_ids) for each in generate(llm, asked(pc.Program.of(pc.Add(VECTOR, SITE))))
+    ]
+    assert found != [list(each.outputs[0].token_ids) for each in generate(llm, asked())]
+    with pytest.raises(MissingSource) as raised:
+        generate(llm, asked(pc.Program.of(pc.Use("steer"))))
+    assert raised.value.path == "extra_args.patchclamp.edits[0].name"
 
 
 def test_an_llm_without_patchclamp_is_refused(llm):

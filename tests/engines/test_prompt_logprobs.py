@@ -126,6 +126,23 @@ def test_the_likelihood_of_choices_is_the_sum_of_theirs(lm):
     assert lm.loglikelihood(contexts[0], choices[0][0], edits=edit) == pytest.approx(found[0][0], abs=1e-4)
 
 
+def test_a_continuation_takes_one_request(narrow, hooked, monkeypatch):
+    """Except under edits of logits, which change only those of sampled tokens."""
+    lm, asked = narrow.get("transformers", "float32"), []
+    submit = lm.engine.submit
+    monkeypatch.setattr(lm.engine, "submit", lambda requests: asked.extend(requests) or submit(requests))
+    vector = 3 * rng.standard_normal(lm.model.d_model).astype(np.float32)
+    edit, ids, choices = pc.Add(vector, pc.resid_post[LAYER]), PROMPTS[0][:40], [[7, 8, 9], [10, 11, 12, 13], [14]]
+    for edits, factor, count in (([edit], 1.0, 3), ([edit, pc.Scale(0.5, pc.logits)], 0.5, 6)):
+        asked.clear()
+        found = lm.loglikelihood(ids, choices, edits=edits)
+        assert len(asked) == count
+        for choice, value in zip(choices, found, strict=True):
+            rows = (factor * expected(hooked, ids + choice, vector)).log_softmax(-1)
+            wanted = rows[range(len(ids) - 1, len(ids) + len(choice) - 1), choice].sum()
+            assert value == pytest.approx(float(wanted), abs=1e-4)
+
+
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_the_fake_engine_has_them(chunk):
     lm = pc.LM("fake", engine=FakeEngine(chunk=chunk))

@@ -69,9 +69,7 @@ def test_what_is_not_says_why(pair):
         pair.lm.run(PROMPTS[0], capture=["q"])
     if pair.name == "flex_olmo":  # which norms what it adds
         for lm in pair.lm, pair.hub:
-            with pytest.raises(
-                UnsupportedSite, match=r"neurons is not available .*down_proj, .*gate, experts"
-            ):
+            with pytest.raises(UnsupportedSite, match=r"neurons is not available .*down_proj, .*gate, experts"):
                 lm.run(PROMPTS[0], capture=["neurons"])
 
 

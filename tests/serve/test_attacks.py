@@ -223,6 +223,27 @@ def test_a_bound_program_of_no_binder_is_refused(http, fields):
     assert b"error" not in answered.content
 
 
+def test_two_runs_of_one_name_are_not_mixed_up(http):
+    """In one batch, and in another while the first is under way; the first goes on, and its name is free afterwards."""
+    path, info = "/v1/patchclamp/engine/run", msgspec.msgpack.decode(http.get("/v1/patchclamp/engine/info").content)
+    run = f"{info['owner']}-attack-twice"
+
+    def body(count: int, tokens: int) -> bytes:
+        asked = [wire.WireRequest(run, [1, 2, 3], tokens, sampling={"ignore_eos": True}, listens=True)] * count
+        return msgspec.msgpack.encode(wire.WireBatch(asked))
+
+    assert http.post(path, content=body(2, 2)).status_code == 409
+    with http.stream("POST", path, content=body(1, 400)) as response:
+        parts, frames = response.iter_bytes(), wire.Frames()
+        frames.feed(next(parts))
+        [failed] = wire.Frames().feed(http.post(path, content=body(1, 2)).content)
+        assert failed.error[0] == "NameTaken"
+        *_, last = (event for part in parts for event in frames.feed(part))
+        assert len(last.token_ids) == 400
+    *_, last = wire.Frames().feed(http.post(path, content=body(1, 2)).content)
+    assert len(last.token_ids) == 2
+
+
 def graded(
     owner: str, sizes: dict | None = None, program: dict[str, Any] | None = None, **fields: Any
 ) -> bytes:  # fmt: skip

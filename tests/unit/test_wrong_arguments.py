@@ -497,6 +497,27 @@ def test_token_ids_beyond_the_vocabulary_are_refused_before_they_are_decoded(pro
             call()
 
 
+def test_one_text_is_not_a_list_with_one_per_prompt():
+    for call, path in (
+        (lambda: LM.loglikelihood([[5], [6]], "cd"), "continuation"),
+        (lambda: LM.loglikelihood([[5]], {"c": 1}), "continuation"),
+        (lambda: LM.grade([[5]], pc.Zero(pc.mlp_out[0]), score=[5]), "programs"),
+    ):
+        with pytest.raises(pc.ProgramError) as caught:
+            call()
+        assert caught.value.path == path
+    assert LM.loglikelihood([[5], [6]], ["c", "d"]) == [LM.loglikelihood([5], "c"), LM.loglikelihood([6], "d")]
+
+
+@pytest.mark.parametrize("path", [5, None, "a\0b", "x" * 300, "~nobody-of-this-name/x"])
+def test_what_is_no_path_is_refused(path):
+    probe = pc.Probe(np.ones(LM.model.d_model, np.float32), pc.resid_post[0], name="p")
+    for call in (lambda: pc.Probe.load(path, at=pc.resid_post[0]), lambda: probe.save(path), lambda: pc.SAE.load(path),
+                 lambda: pc.studies.Harvested(path), lambda: LM.run([5], lora=[path or 5])):  # fmt: skip
+        with pytest.raises(pc.PatchclampError):
+            call()
+
+
 def test_an_engine_object_comes_with_its_own_model_and_options():
     assert pc.LM("fake", LM.engine, prove=False).engine is LM.engine
     with pytest.raises(pc.ModelError):

@@ -411,6 +411,7 @@ def export(
     bank: Annotated[Path | None, typer.Option(help="A safetensors file of vectors and programs, by name.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(
         help="A text to measure the effect on; repeatable. Random tokens by default.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as the user's turn of a chat.")] = False,
     dtype: Annotated[str | None, typer.Option(help="The written dtype; the checkpoint's by default.")] = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint with a program's effect folded into the weights, checked against it, with a model card.
@@ -425,7 +426,7 @@ def export(
     if bank is not None:
         under("--bank", entries.load, bank)
     with quietly(), ERR.status("exporting …"):
-        made = write(model, edits, out, prompts=prompt, bank=entries, dtype=dtype)
+        made = write(model, edits, out, prompts=prompt, chat=chat, bank=entries, dtype=dtype)
     OUT.print(f"wrote {made.folder}: {made.kl:.4g} nats from the original; log-probabilities equal the program's "
               f"within {made.error:.2g}, as stored within {made.stored_error:.2g}", soft_wrap=True)  # fmt: skip
 

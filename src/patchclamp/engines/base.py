@@ -48,7 +48,7 @@ from patchclamp.plan import BoundProgram
 from patchclamp.plan.bind import Code
 from patchclamp.plan.room import bank_sizes
 from patchclamp.sites import SiteMap
-from patchclamp.store.named import SourceRun
+from patchclamp.store.named import NamedBank, SourceRun
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def _read_at(path: Any, argument: str) -> Adapter:
 
 def read_adapter(path: Any) -> Adapter:
     """Read the adapter in a folder. Raises `MissingSource` if files are missing, `ProgramError` if it is not a LoRA."""
-    folder = Path(as_file(path)).expanduser().resolve()
+    folder = Path(os.path.expanduser(as_file(path))).resolve()
     if not folder.is_dir():
         raise MissingSource(f"expected a PEFT adapter folder; {str(path)!r} does not exist")
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
@@ -127,9 +127,8 @@ def read_adapter(path: Any) -> Adapter:
     if kind != "LORA":
         raise ProgramError(f"{folder} is a {kind} adapter; only LORA is supported")
     marks = [(mark.st_size, mark.st_mtime_ns) for mark in ((folder / name).stat() for name in (CONFIG, WEIGHTS))]
-    return Adapter(
-        str(folder), f"{folder.name}-{hashlib.sha256(repr((folder, marks)).encode()).hexdigest()[:16]}", rank
-    )
+    digest = hashlib.sha256(repr((folder, marks)).encode()).hexdigest()
+    return Adapter(str(folder), f"{folder.name}-{digest[:16]}", rank)
 
 
 NUMERICS = ("uniform", "stock")
@@ -513,6 +512,7 @@ class Engine(Protocol):
         proof
     keeps_captures_here: True if captures use this machine's memory before they are fetched
     monitors: its always-on probes, which score every token of every request
+    bank: the bank of every `LM` on it; None if each has its own
     whole_because: the reason why every run is computed in full, on an engine that can compute parts
     """
 
@@ -526,6 +526,7 @@ class Engine(Protocol):
     keeps_captures_here: bool = True
     batch_difference: str | None = None
     monitors: tuple[Monitor, ...] = ()
+    bank: NamedBank | None = None
 
     @property
     def proved(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.language.values import as_array
+from patchclamp.language.values import as_array, as_file
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +28,7 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
     import numpy as np
     import safetensors
 
-    file, found, metadata = Path(path), dict[str, np.ndarray](), dict[str, str]()
+    file, found, metadata = Path(as_file(path, "path")), dict[str, np.ndarray](), dict[str, str]()
     try:
         if file.suffix == ".safetensors":
             with safetensors.safe_open(file, "np") as opened:
@@ -88,7 +88,7 @@ def write_probe(
     """Write a file that `read_probe` reads."""
     from safetensors.numpy import save_file
 
-    if Path(path).suffix != ".safetensors":
+    if Path(as_file(path, "path")).suffix != ".safetensors":
         raise ProgramError(f"expected a name that ends in .safetensors, got {Path(path).name!r}", "path")
     tensors = {"weight": weight.copy()} | ({} if bias is None else {"bias": bias.copy()})
     save_file(tensors, Path(path), {} if activation is None else {"activation": activation})

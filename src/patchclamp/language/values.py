@@ -137,7 +137,8 @@ def as_file(path: Any, name: str | None = None) -> Any:
     """Return a path unchanged. Raises `ProgramError`, with the argument's `name`, if it is not a valid path."""
     try:
         text = os.fspath(path)
-        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+        names = os.fsencode(text).split(b"/")
+        if isinstance(text, str) and text and b"\0" not in b"".join(names) and max(map(len, names)) < 256:  # Linux's
             return path
     except (TypeError, UnicodeError):
         pass

@@ -25,6 +25,7 @@ from patchclamp.errors import (
     CapacityError,
     EngineError,
     MissingSource,
+    NameTaken,
     PatchclampError,
     ProgramError,
     ShapeError,
@@ -89,6 +90,8 @@ async def run(request: Request) -> Response:
         raise CapacityError(
             f"expected at most {wire.MAX_REQUESTS} requests in a batch, got {len(batch.requests)}", "requests"
         )
+    if len({each.run for each in batch.requests}) < len(batch.requests):
+        raise NameTaken("expected distinct runs", "requests")
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
     requests = await asyncio.to_thread(lambda: [_request(front, owner, each, vectors) for each in batch.requests])
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
@@ -145,10 +148,8 @@ async def lens(request: Request) -> Response:
     front, owner = caller(request)
     asked = await _read(request, wire.LensWanted)
     sites = front.engine.sites
-    if not 1 <= asked.top <= min(MAX_TOP, sites.d_vocab):
-        raise ProgramError(
-            f"expected a number of tokens from 1 to {min(MAX_TOP, sites.d_vocab)}, got {asked.top}", "top"
-        )
+    if not 1 <= asked.top <= (most := min(MAX_TOP, sites.d_vocab)):
+        raise ProgramError(f"expected a number of tokens from 1 to {most}, got {asked.top}", "top")
     for _, point, *_ in asked.wanted:
         if not 0 <= point < len(sites.points) or not sites.lens_reads(point):
             raise ProgramError(f"a lens cannot read point {point}", "wanted")
@@ -429,9 +430,8 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
         raise ProgramError(f"expected safetensors: {error}", "vectors") from None
     for key, rows in vectors.items():
         if rows.dtype != np.float32 or rows.ndim != 2:
-            raise ProgramError(
-                f"expected rows [n, W] of fp32, got {list(rows.shape)} of {rows.dtype}", f"vectors.{key}"
-            )
+            got = f"{list(rows.shape)} of {rows.dtype}"
+            raise ProgramError(f"expected rows [n, W] of fp32, got {got}", f"vectors.{key}")
         if not is_content(key, rows):  # keys are shared between clients by content
             raise ProgramError("the key is not the hash of its content", f"vectors.{key}"[:200])
     return vectors
@@ -451,17 +451,8 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
     front.engine.check_sampling(asked.sampling)
     bound = None if asked.carried is None else _carried(front, owner, asked).bound
     used = {} if bound is None else _used(asked, vectors)
-    return EngineRequest(
-        asked.run,
-        ids,
-        asked.max_tokens,
-        bound,
-        used,
-        asked.sampling,
-        tuple(asked.score),
-        asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs,
-    )
+    return EngineRequest(asked.run, ids, asked.max_tokens, bound, used, asked.sampling, tuple(asked.score),
+                         asked.logprobs, prompt_logprobs=asked.prompt_logprobs)  # fmt: skip
 
 
 def _job(

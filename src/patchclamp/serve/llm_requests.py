@@ -29,11 +29,13 @@ from patchclamp.serve.program_call import prompt_in
 def added(engine: Any, stock: Any, name: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> str:
     """Run `LLMEngine.add_request` of an engine with patchclamp, with the program in `params.extra_args`."""
     extra = getattr(params, "extra_args", None) or {}
-    has_program = any(map(is_ours, extra)) and not isinstance(extra.get(KEY), bytes)  # else encoded by us
-    if not has_program and not monitors_of_config(engine.vllm_config):
+    has_program = any(map(is_ours, extra))
+    has_run = has_program or bool(monitors_of_config(engine.vllm_config))
+    offline: OfflineEngine | None = offline_of(engine) if has_run else vars(engine).get("patchclamp")
+    if offline is None or offline.is_own(name):
         return stock(name, prompt, params, *args, **kwargs)
-    offline = offline_of(engine)
-    if offline.is_own(name):
+    offline.check_unused(name, has_run)
+    if not has_run:
         return stock(name, prompt, params, *args, **kwargs)
     if offline.front is None:
         offline.front = ProvedLM("", engine=offline, prove=False)
@@ -89,4 +91,6 @@ def _bound(
         request = lm.bound_request(program, prompt_of(lm.tokenizer, ids, text, None, images), max_tokens)
     except PatchclampError as error:
         raise error.under(f"extra_args.{KEY}") from None
+    request.logprobs = 0 if params.logprob_token_ids else params.logprobs
+    request.prompt_logprobs = params.prompt_logprobs
     return request, None if request.bound is None else carry(request, offline.sites)

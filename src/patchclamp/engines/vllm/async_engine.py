@@ -35,7 +35,7 @@ from patchclamp.engines.vllm.frontend import (
     with_rows,
 )
 from patchclamp.engines.weights import join_shards
-from patchclamp.errors import EngineError, as_patchclamp_error
+from patchclamp.errors import EngineError, NameTaken, as_patchclamp_error
 from patchclamp.language.ops import Translator
 from patchclamp.plan import CAPTURE
 from patchclamp.plan.bound import source_of
@@ -214,6 +214,9 @@ class AsyncEngine(VllmFrontEnd):
         for request, future in zip(requests, futures, strict=True):
             if request.abandoned:
                 settle(future, EngineError(ABORTED))
+                continue
+            if request.run in self._tasks:
+                settle(future, NameTaken(f"run {request.run} has not finished: choose another name"))
                 continue
             task = asyncio.ensure_future(self._run(request, future, carried.get(request.run)))
             self._tasks[request.run], self._requests[request.run] = task, request

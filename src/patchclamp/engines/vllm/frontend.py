@@ -293,10 +293,8 @@ class VllmFrontEnd(Engine):
         """Return a request's state, before it is submitted. Raises `ProgramError` for scores with speculative decoding:
         vLLM confuses the rows of scored and draft tokens, and the engine would stop."""
         if request.score and self.config.speculative_config is not None:
-            raise ProgramError(
-                "score is not supported with speculative decoding: use logprobs, or omit speculative_config",
-                "score",
-            )
+            message = "score is not supported with speculative decoding: use logprobs, or omit speculative_config"
+            raise ProgramError(message, "score")
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
         if self.keeps_scores:
             self.monitor_log.runs[request.run] = underway.monitored
@@ -491,10 +489,7 @@ def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
 # -- sampling parameters
 
 
-NOT_RETURNED = (
-    "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs",
-    "routed_experts_prompt_start",
-)  # fmt: skip
+NOT_RETURNED = ("prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs", "routed_experts_prompt_start")
 SET_BY_US = (
     "max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "extra_args", "output_kind", "n", "detokenize",
     "skip_clone",

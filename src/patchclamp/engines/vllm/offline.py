@@ -7,21 +7,23 @@ requests have ended. Outputs of the caller's requests that arrive in between wai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from patchclamp.engines.base import Answer, Request
-from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat import clients, configuration
 from patchclamp.engines.vllm.compat.clients import SharedSteps, ask_core, core_here, extra_args, is_busy, verdict_in
 from patchclamp.engines.vllm.compat.seams import require_all
 from patchclamp.engines.vllm.frontend import confirm, drafts_of
 from patchclamp.engines.vllm.monitors import Choices
 from patchclamp.engines.vllm.sync_engine import VllmEngine, alive, as_own_error, one_at_a_time
-from patchclamp.errors import EngineError, PatchclampError
+from patchclamp.errors import EngineError, NameTaken, PatchclampError
+from patchclamp.store.named import NamedBank
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -56,6 +58,7 @@ class OfflineEngine(VllmEngine):
         self._begin()
         self._engine, self._lock, self._weights = engine, threading.RLock(), 0
         self._callers: dict[str, CallersRequest] = {}
+        self.bank = NamedBank()
         self.remote = core_here(engine) is None or config.parallel_config.world_size > 1
         self._steps = SharedSteps(engine, self._of_caller)
         if core_here(engine) is not None:
@@ -118,6 +121,14 @@ class OfflineEngine(VllmEngine):
         """True if a request is one that `submit` adds."""
         return name in self._waiting
 
+    def check_unused(self, name: str, has_run: bool) -> None:
+        """Raise `NameTaken` for the id of an unfinished request, if that one or the new one has a run: outputs have no
+        other name."""
+        if not clients.is_unfinished(self._engine, name):
+            self._forget_caller(name)  # if it was aborted
+        elif has_run or name in self._callers:
+            raise NameTaken(f"{name!r} is the id of an unfinished request: choose another", "request_id")
+
     def _call(self, job: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
@@ -152,12 +163,14 @@ class OfflineEngine(VllmEngine):
                 confirm(ours.request.run, verdict, ours.carried)
         except PatchclampError as failure:
             error = failure
+        if error is not None:
+            output.prompt_logprobs = None
         for completion in output.outputs:
             if error is not None:  # no unedited text under an edited label
                 completion.token_ids, completion.text, completion.logprobs = [], "", None
                 completion.cumulative_logprob, completion.finish_reason = None, "error"
             scores = ours.scores.get(completion.index)
-            ours.ended(completion, ours.request, error or _answer(output, completion, scores))
+            ours.ended(completion, ours.request, error or _answer(ours.request, output, completion, scores))
         self._forget_caller(output.request_id)
 
     def _forget_caller(self, name: str) -> None:
@@ -166,14 +179,28 @@ class OfflineEngine(VllmEngine):
             self._drop([ours.request])
 
 
-def _answer(output: RequestOutput, completion: CompletionOutput, scores: Any) -> Answer:
-    ids, logprobs = list(completion.token_ids), completion.logprobs
+def _answer(request: Request, output: RequestOutput, completion: CompletionOutput, scores: Any) -> Answer:
+    ids, prompt = list(completion.token_ids), (output.prompt_token_ids or [])[1:]
+    logprobs, top = _logprobs_of(completion.logprobs, ids, request.logprobs)
+    table = output.prompt_logprobs and output.prompt_logprobs[1:]
+    prompt_logprobs, prompt_top = _logprobs_of(table, prompt, request.prompt_logprobs)
     return Answer(
-        ids, completion.text,
-        None if logprobs is None else [(each or {})[token].logprob for each, token in zip(logprobs, ids, strict=True)],
-        {}, completion.finish_reason, output.num_cached_tokens or 0, drafts=drafts_of(completion),
-        monitored=None if scores is None else scores.products(),
+        ids, completion.text, logprobs, {}, completion.finish_reason, output.num_cached_tokens or 0, top,
+        drafts=drafts_of(completion), monitored=None if scores is None else scores.products(),
+        prompt_logprobs=prompt_logprobs, prompt_top_logprobs=prompt_top,
     )  # fmt: skip
+
+
+def _logprobs_of(
+    table: Iterable[Mapping[int, Logprob] | None] | None, ids: Sequence[int], top: int | None
+) -> tuple[list[float] | None, list[dict[int, float]]]:
+    """The log-probabilities of tokens, and those of the `top` likeliest at each (−1: of all)."""
+    if table is None:
+        return None, []
+    rows = [{token: each.logprob for token, each in (row or {}).items()} for row in table]
+    most = len(rows[0]) if rows and top == -1 else top
+    likeliest = [dict(sorted(row.items(), key=lambda one: -one[1])[:most]) for row in rows] if most else []
+    return [row[token] for row, token in zip(rows, ids, strict=True)], likeliest
 
 
 def offline_of(engine: LLMEngine) -> OfflineEngine:

@@ -299,10 +299,8 @@ class VllmEngine(VllmFrontEnd):
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         if config.parallel_config.data_parallel_size > 1:
-            raise EngineError(
-                "one process has one replica of the model: data_parallel_size above 1 is for servers "
-                "(patchclamp serve --data-parallel-size ...)"
-            )
+            raise EngineError("one process has one replica of the model: data_parallel_size above 1 is for servers "
+                              "(patchclamp serve --data-parallel-size ...)")  # fmt: skip
         executor = Executor.get_class(config)
         self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
         if not self.remote:
@@ -329,14 +327,8 @@ class VllmEngine(VllmFrontEnd):
     def _serve(self) -> bool:
         """Run queued jobs, and wait for some if there is nothing to step. Return False once the engine is to stop."""
         with self._wake:
-            while not (
-                self._stop
-                or self._queue
-                or self._held_back
-                or self._released
-                or self._gradings
-                or is_busy(self._engine)
-            ):
+            while not (self._stop or self._queue or self._held_back or self._released or self._gradings
+                       or is_busy(self._engine)):  # fmt: skip
                 self._wake.wait(MAX_SLEEP_S)
             jobs = [self._queue.popleft() for _ in range(len(self._queue))]
         if self._released:

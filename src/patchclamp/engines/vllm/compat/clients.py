@@ -290,12 +290,9 @@ def on_outputs() -> None:
     dictionaries from them."""
 
     def process_outputs(
-        stock: Any,
-        processor: OutputProcessor,
-        engine_core_outputs: Sequence[EngineCoreOutput],
-        *args: Any,
+        stock: Any, processor: OutputProcessor, engine_core_outputs: Sequence[EngineCoreOutput], *args: Any,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         tables, log = tables_of(processor), vars(processor).get("patchclamp_monitors")
         if log is not None:
             _file_scores(log, processor, engine_core_outputs)
@@ -422,6 +419,11 @@ def core_here(engine: LLMEngine) -> Any:
     from vllm.v1.engine.core_client import InprocClient
 
     return engine.engine_core.engine_core if isinstance(engine.engine_core, InprocClient) else None
+
+
+def is_unfinished(engine: LLMEngine, name: str) -> bool:
+    """True if a request of this id, as the caller gave it, has not finished."""
+    return name in engine.output_processor.external_req_ids
 
 
 def is_busy(engine: LLMEngine) -> bool:
