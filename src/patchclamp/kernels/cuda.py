@@ -126,9 +126,7 @@ def _vector(bank, columns, width, position, start, stop, kind, step, value, y, A
 
 
 @triton.jit
-def _loaded(
-    v, bank, columns, inside, width, position, start, step, value, ALIGNED: tl.constexpr, AHEAD: tl.constexpr
-):  # fmt: skip
+def _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED: tl.constexpr, AHEAD: tl.constexpr):
     """The columns of a record's vector: `v` if it was prefetched, otherwise loaded now."""
     if AHEAD:
         return v

@@ -60,9 +60,7 @@ def warm(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def _launch(
-    name: str, kernel: Any, device: int | None, programs: int, args: tuple[int, ...], constant: int
-) -> None:  # fmt: skip
+def _launch(name: str, kernel: Any, device: int | None, programs: int, args: tuple[int, ...], constant: int) -> None:
     launch = _ready.get((name, device))
     if launch is not None:
         launch(programs, *args)  # types as in the first launch: 64 bits for addresses, 32 for numbers

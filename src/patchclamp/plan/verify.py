@@ -105,9 +105,7 @@ class Frame(msgspec.Struct, frozen=True):
     decided: Decided
 
 
-def verify(
-    bound: BoundProgram, sizes: Mapping[str, tuple[int, int]], prompt: int, limit: int, sites: SiteMap
-) -> None:  # fmt: skip
+def verify(bound: BoundProgram, sizes: Mapping[str, tuple[int, int]], prompt: int, limit: int, sites: SiteMap) -> None:
     """Check a program against a prompt of `prompt` tokens with positions below `limit`, and against its declared sizes
     of vectors and rows. `admission` checks the vectors' sizes once it has them.
 

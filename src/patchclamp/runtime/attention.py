@@ -71,9 +71,7 @@ class AttentionReading:
         self.number, self._reader, self.top = number, reader, top
         self.numbers: int = reader.heads * (2 * top or reader.keys)
 
-    def read(
-        self, rows_NW: torch.Tensor, of: Queries, keys: Keys, heads: int, edits: Edits
-    ) -> torch.Tensor:  # fmt: skip
+    def read(self, rows_NW: torch.Tensor, of: Queries, keys: Keys, heads: int, edits: Edits) -> torch.Tensor:
         """The attention of some rows of queries, [N, numbers]: each head's row; or each head's largest numbers and then
         their key positions, as the bits of int32. Patterns include the edits of their program."""
         query_NHE, facts = rows_NW.view(len(rows_NW), heads, -1), keys.facts(of.point)

@@ -36,8 +36,12 @@ class DeviceSAE:
     the matrices is fp32."""
 
     def __init__(self, sae: SAE, arrays: dict[str, torch.Tensor]) -> None:
-        self.k, self.normalize, self.content, self._arrays = sae.k, sae.normalize, sae.content, arrays
-        self.features, self.width = sae.n_features, sae.width
+        self.k: int | None = sae.k
+        self.normalize: str = sae.normalize
+        self.content: str = sae.content
+        self.features: int = sae.n_features
+        self.width: int = sae.width
+        self._arrays = arrays
 
     @staticmethod
     def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -277,9 +277,7 @@ class Dictionary(NamedTuple):
     sae: SAE | None = None
 
 
-def placed(
-    sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, dtype: str = "float32"
-) -> Dictionary:  # fmt: skip
+def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, dtype: str = "float32") -> Dictionary:
     """Place an SAE at its sites, with matrices of a dtype, for `lm.attach`. Raises `ProgramError`, `ShapeError` or
     `UnsupportedSite`."""
     if not isinstance(sae, SAE):

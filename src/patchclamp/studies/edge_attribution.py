@@ -64,9 +64,7 @@ class EdgeAttributionResult(Proposal[Edge], frozen=True, eq=False, kw_only=True)
     def at(self, number: int) -> Edge:
         r, s = divmod(number, len(self.senders))
         exact = float(self.exact[r, s])
-        return Edge(
-            self.senders[s], self.receivers[r], float(self.estimates[r, s]), None if np.isnan(exact) else exact
-        )  # fmt: skip
+        return Edge(self.senders[s], self.receivers[r], float(self.estimates[r, s]), None if np.isnan(exact) else exact)
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per edge: sender, receiver, estimate and exact effect."""

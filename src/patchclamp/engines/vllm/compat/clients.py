@@ -139,9 +139,7 @@ class Submitter:
         self._settings: tuple[object, ...] = ()  # of the last processed request
         self._processed: EngineCoreRequest | None = None
 
-    def add(
-        self, request: Request, carried: bytes | None, adapter: LoRARequest | None, weights: int = 0
-    ) -> None:  # fmt: skip
+    def add(self, request: Request, carried: bytes | None, adapter: LoRARequest | None, weights: int = 0) -> None:
         """Add a request, with its encoded program and the weight count that it was encoded for. Raises vLLM's
         errors."""
         engine, run = self._engine, request.run
