@@ -243,6 +243,12 @@ def test_scores_of_many_runs_are_those_of_each_also_at_several_layers(either):
     assert len(found["layers"].to_frame()) == len(found["late"].run)
 
 
+def test_other_probes_of_a_loaded_engine_are_refused(lm):
+    with pytest.raises(EngineError, match="probes") as caught:
+        pc.LM("", lm.engine, probes=[probe("other", pc.resid_post[0], 1)])
+    assert caught.value.path == "probes"
+
+
 def joined(parts: list[pc.Part], name: str) -> tuple[list[int], np.ndarray]:
     """The positions and scores of a probe in the parts of a stream."""
     read = [part.scores[name] for part in parts]

@@ -24,8 +24,8 @@ def open_engine(
     if engine is not None and not isinstance(engine, str):
         if not hasattr(engine, "submit"):
             raise ModelError(f"expected an engine name or an engine, got {type(engine).__name__}", "engine")
-        if options:
-            raise EngineError(f"the engine is already loaded: omit {', '.join(options)}", next(iter(options)))
+        if given := [*options, *(["probes"] if probes and engine.monitors else [])]:
+            raise EngineError(f"the engine is already loaded: omit {', '.join(given)}", given[0])
         if model not in ("", engine.model.name):
             raise ModelError(f"expected {engine.model.name!r}, the loaded model, got {model!r}", "model")
         return engine
