@@ -187,7 +187,7 @@ class LM:
         lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list of folders, one per
             prompt, with None for no adapter
 
-        A single run that fails raises its error. Lists of runs are returned whole, with `error` set on failed ones. An
+        A single run that fails raises its error. Lists of runs are returned whole, with `error` set on failed runs. An
         invalid program raises before anything runs.
         """
         with base.rarely():
@@ -474,7 +474,7 @@ class LM:
         grades = [table.grades(route) for table in tables]
 
         def run(way: Callable[..., None], which: Sequence[int], *args: Any) -> None:
-            """Run these jobs by one route."""
+            """Run the jobs in `which` by one route."""
 
             def graded(i: int, programs: np.ndarray) -> None:
                 tell(which[i], grades[which[i]], programs)

@@ -526,7 +526,7 @@ class Run:
     def lens(self) -> Mapping[Site | str, LensResult]:
         """The likeliest tokens read by its lenses, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
         `run.lens[pc.resid_post]`. If two lenses read a site, the later one counts; a path such as "edits[0]" selects
-        one. Results are computed at the first read; `lm.lens(runs)` reads many runs together."""
+        that lens. Results are computed at the first read; `lm.lens(runs)` reads many runs together."""
         return _Lenses(self)
 
     @functools.cached_property
@@ -548,8 +548,8 @@ class Run:
 
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
-        """The features that its program reads, by SAE name. If two ops read one SAE, the later one counts; a path such
-        as "edits[0]" selects one. Features are fetched at the first read; `lm.lens(runs)` reads many runs together."""
+        """The features that its program reads, by SAE name. If two ops read one SAE, the later counts; a path such as
+        "edits[0]" selects that op. Features are fetched at the first read; `lm.lens(runs)` reads many runs together."""
         return _FeaturesRead(self)
 
     @property
@@ -576,7 +576,7 @@ class Run:
         return self._owner.engine.sites
 
     def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Return the positions that an op selects, and the rows that it stored there for reading."""
+        """Return the positions that an op selects, and the rows stored at them for reading."""
         key = point, number
         if key not in self._fetched:
             if self.closed:

@@ -27,7 +27,7 @@ class RunWatch:
     """A run's readouts while it is generated: its tokens' scores, lens results and features, and the token at which a
     condition ends it.
 
-    A token has readouts once it was an input, one step after it was sampled. A run's last token never is.
+    A token has readouts once it was an input, one step after it was sampled. A run's last token has none.
 
     ids: the generated tokens so far
     names: the probes to read: the condition's, and in a stream all probes that are not pooled
@@ -185,8 +185,8 @@ class Stream:
     Joined, the parts equal the output of `lm.run`. After the last one, `stream.run` is the `Run` with its captures.
     Before that, `stream.so_far` is the run up to the parts read, with its captures by then. In a run with probes,
     lenses or features each part has its tokens' readouts, and comes one step later, once they exist. An error of the
-    run is raised in place of the next part. One detected only at the end, such as non-finite edits on vLLM, is raised
-    after parts that were already read.
+    run is raised in place of the next part. An error detected only at the end, such as non-finite edits on vLLM, is
+    raised after parts that were already read.
 
     The run stops and its memory is freed if the stream is closed, left by its `with` or `async with`, or
     garbage-collected, or if its reader is cancelled. After the end, the run is kept until it is dropped or closed.

@@ -2,7 +2,7 @@
 
 A tiny Llama with random weights, fp32, seeded. Every row is computed on its own, with a fixed order of sums, so a
 request's bits do not depend on its batch or on how its prompt is chunked. Programs run through the planner and the
-reference kernel. This engine's behaviour is the reference for the others.
+reference kernel. This engine's behaviour is the reference for other engines.
 
     R rows of a step · N requests of it · D model width · H heads · E head size · M MLP width · V vocabulary
     T positions so far
@@ -395,7 +395,7 @@ class _Programs:
         return tap
 
     def _fail(self, slots: np.ndarray, point: int) -> None:
-        """Record for the runs of some slots that their edits at a point are not finite; a run keeps its first error."""
+        """Record for the runs in `slots` that their edits at a point are not finite; a run keeps its first error."""
         for slot in np.unique(slots).tolist():
             self.errors.setdefault(self._run[slot], not_finite(self._sites.label(point)))
 

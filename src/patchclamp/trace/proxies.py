@@ -357,7 +357,7 @@ class InPlace(Arithmetic):
 
 
 class Activation(InPlace):
-    """A tensor of the model at some tokens. See `Spot` for its axes."""
+    """A tensor of the model at a selection of tokens. See `Spot` for its axes."""
 
     _recording: Recording
     _spot: Spot

@@ -1,6 +1,6 @@
 """Recordings: the reads and writes of one prompt as ops, in the order of the caller's lines, and the runs needed.
 
-A `Spot` is a tensor of the model at some tokens, as a proxy names it. It has the module's shape without the batch axis,
+A `Spot` is a model tensor at selected tokens, as a proxy names it. It has the module's shape without the batch axis,
 [T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W], when indexed
 and when saved. `logits` never has this axis.
 
