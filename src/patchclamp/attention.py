@@ -1,4 +1,4 @@
-"""Attention patterns of a run, as its captures at `pattern` and `attn_scores` kept them.
+"""A run's attention patterns, from its captures at `pattern` and `attn_scores`.
 
 T queries · H heads · K key positions, spans, or the largest keys of a head
 """
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from patchclamp.language import SiteOp, Tokens
     from patchclamp.sites import SiteMap, SiteRef
 
-MAX_SHOWN = 1 << 21  # numbers of a picture whose captures were not chosen
+MAX_SHOWN = 1 << 21  # values of a picture whose captures were not named
 
 
 class AttentionResult(NamedTuple):
     """The attention of queries in one layer.
 
-    positions: of the queries, [T]
-    keys: the position of each key, [K]; None for spans. With `top`, those of each head's largest numbers, [T, H, K], −1
-        where a query sees fewer
-    values: fp32, [T, H, K]; of one head, the axis H is missing here and in `keys`; of several layers, both begin with L
+    positions: the queries' positions, [T]
+    keys: the position of each key, [K]; None for spans. With `top`, the positions of each head's largest values, [T, H,
+        K], −1 where a query sees fewer keys
+    values: fp32, [T, H, K]. One head drops the axis H here and in `keys`; several layers add a leading axis L to both
     """
 
     site: str
@@ -63,10 +63,10 @@ class ReadRun(Protocol):
 
 class AttentionRead(Mapping[str, AttentionResult]):
     """`run.attention`: results by site, such as "pattern[3]" or "pattern[3, 1]", or by the path of a capture, such as
-    "capture[0]"; read on access. A site is that of its last capture; the others are listed by path."""
+    "capture[0]"; read on access. A site returns its last capture; earlier ones are listed by path."""
 
     def __init__(self, run: ReadRun, ops: list[tuple[int, BoundOp]]) -> None:
-        """`ops`: its captures of attention, each with the number under which its rows are stored."""
+        """`ops`: the run's attention captures, each with the index of its stored rows."""
         self._run = run
         # by site and layer, the heads and the op that captured them, later ones first
         self._ops: dict[tuple[str, int | None], list[tuple[int, AttentionReader, BoundOp]]] = {}
@@ -114,10 +114,10 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return f"<attention: {', '.join(self) or 'none'}>"
 
     def picture(self, *names: Site | str) -> AttentionMaps:
-        """Plot data of whole patterns, such as "pattern[3]": the mean of their heads, and each head. Without names, of
-        those with the same queries, as many as a page holds.
+        """Return plot data of whole patterns, such as "pattern[3]": the mean over heads, and each head. Without names,
+        patterns with the same queries are plotted, as many as a page holds.
 
-        Raises: `ProgramError` if there are none: spans, the largest keys and scores have no picture.
+        Raises: `ProgramError` if there are none: spans, the largest keys and scores cannot be plotted.
         """
         tokens, queries, maps = self._run.token_strings, list[int](), dict[str, np.ndarray]()
         for name in names or self:
@@ -151,15 +151,15 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return save_page(self.picture(*names), path)
 
     def _repr_html_(self) -> str | None:
-        """The text, where hovering over a token shows what it attends to; None without patterns, for plain text."""
+        """Return the text, where hovering over a token shows its attention; None without patterns, for plain text."""
         try:
             return self.picture().text()
         except ProgramError:
             return None
 
     def of_layers(self, at: Site, path: str = "") -> list[AttentionResult]:
-        """The results of a site's layers, of the capture at a path or of the last ones; of all layers, of those that
-        were captured. Values may be views of the run's rows. Raises `ProgramError` if queries or keys differ."""
+        """Return the results of a site's layers, from the capture at `path` or the last captures. All layers means the
+        captured layers. Values may be views of the run's rows. Raises `ProgramError` if queries or keys differ."""
         several = [self._read(at, ref, path) for ref in self._refs(at)]
         keys = [each.keys is not None and (each.keys.ndim > 1 or each.keys.tobytes()) for each in several]
         if len({(*each.positions, each.values.shape, of) for each, of in zip(several, keys, strict=True)}) > 1:
@@ -167,7 +167,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return several
 
     def layers(self, at: Site, path: str = "") -> list[int]:
-        """The layers of `of_layers`."""
+        """Return the layers of `of_layers`."""
         return [ref.layer for ref in self._refs(at) if ref.layer is not None and self._kept(at, ref, path)]
 
     def _refs(self, at: Site) -> list[SiteRef]:
@@ -178,13 +178,13 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return [each for each in self._ops.get((at.name, ref.layer), []) if path in ("", each[2].path)]
 
     def _heads(self, ref: SiteRef) -> tuple[int, int]:
-        """The heads of a site, half-open."""
+        """Return a site's half-open range of heads."""
         sizes = self._run.site_map.sizes
         first, end = ref.columns or (0, sizes.heads * sizes.d_head)
         return first // sizes.d_head, end // sizes.d_head
 
     def _found(self, at: Site, ref: SiteRef, path: str) -> tuple[int, AttentionReader, BoundOp] | None:
-        """The last capture that has all heads of a site, with the number of its rows; None without one."""
+        """Return the last capture with all heads of a site, and the index of its stored rows; None if there is none."""
         first, end = self._heads(ref)
         kept = self._kept(at, ref, path)
         return next((each for each in kept if each[1].first <= first and end <= each[1].first + each[1].heads), None)
@@ -216,7 +216,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
 
 
 def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | np.ndarray:
-    """`run[site]` of an attention site: [T, H, K], or [L, T, H, K] for several layers."""
+    """Return `run[site]` for an attention site: [T, H, K], or [L, T, H, K] for several layers."""
     several = read.of_layers(at, path)
     if (keys := several[0].keys) is not None and keys.ndim > 1:
         raise ProgramError(f"{at} was captured with top=: use run.attention[{path or str(at)!r}], with its keys")
@@ -229,5 +229,5 @@ def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | n
 
 
 def _range_of(index: np.ndarray) -> np.ndarray | slice:
-    """Consecutive numbers as a slice, which avoids a copy; other numbers unchanged."""
+    """Return consecutive indices as a slice, which avoids a copy; other indices unchanged."""
     return slice(int(index[0]), int(index[-1]) + 1) if len(index) and (np.diff(index) == 1).all() else index

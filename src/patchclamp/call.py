@@ -18,7 +18,7 @@ MAX_RUNS = 16_384  # per prompt, as in vLLM
 
 
 class GradeArguments(TypedDict, total=False):
-    """The arguments of `LM.grade` beside prompt and programs."""
+    """The arguments of `LM.grade` besides prompt and programs."""
 
     score: Any
     kl: bool
@@ -44,7 +44,7 @@ class CallArguments(TypedDict, total=False):
 
 
 def count_of(sampling: dict[str, Any]) -> int:
-    """The number of runs of a prompt. Removes `n` from its sampling parameters."""
+    """Return a prompt's number of runs, and remove `n` from its sampling parameters."""
     count = sampling.pop("n", None)
     count = 1 if count is None else count
     if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
@@ -55,7 +55,7 @@ def count_of(sampling: dict[str, Any]) -> int:
 
 
 def samplings_of(sampling: Any, prompts: int, **given: Any) -> Sequence[Mapping[str, Any]]:
-    """The sampling parameters of each prompt. `given`: those passed as arguments of the call, or None."""
+    """Return each prompt's sampling parameters. `given`: parameters passed as call arguments, or None."""
     given = {name: value for name, value in given.items() if value is not None}
     samplings = (
         list(sampling) if isinstance(sampling, (list, tuple)) else [{} if sampling is None else sampling] * prompts
@@ -73,7 +73,7 @@ def samplings_of(sampling: Any, prompts: int, **given: Any) -> Sequence[Mapping[
 
 
 def plain(value: Any) -> Any:
-    """Converts a value, NumPy's included, to plain Python numbers, lists and dicts."""
+    """Convert a value, NumPy's included, to plain Python numbers, lists and dicts."""
     if isinstance(value, Mapping):
         return {name.item() if isinstance(name, np.generic) else name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
-    """The sampling parameters of the run at index `number`, seeded as in vLLM, where -1 means no seed."""
+    """Return the sampling parameters of the run at index `number`, seeded as in vLLM, where -1 means no seed."""
     seed = sampling.get("seed")
     if seed in (None, -1):
         return sampling
@@ -107,12 +107,12 @@ def fuzz_of(extra: Any) -> tuple[Op, ...]:
 
 
 def is_token_id(value: object) -> bool:
-    """True if a value is an int of Python or NumPy, and not a bool."""
+    """True if a value is a Python or NumPy int, and not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
-    """The edits, captures or scores of each prompt, from one list for all or a list of lists, one per prompt."""
+    """Return the edits, captures or scores of each prompt, from one list for all or a list of lists, one per prompt."""
     if items is not None and not isinstance(items, (str, Site, At, Op, list, tuple, Mapping)):
         unordered = name == "capture" and isinstance(items, (set, frozenset))
         items = sorted(items, key=str) if unordered else as_items(items, name)
@@ -126,7 +126,7 @@ def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
 
 
 def conditions_of(stop_when: Any, prompts: int) -> list[ProbeCondition | None]:
-    """The condition that ends the run of each prompt, if any."""
+    """Return each prompt's stopping condition, if any."""
     each = list(stop_when) if isinstance(stop_when, (list, tuple)) else [stop_when] * prompts
     if len(each) != prompts:
         raise ProgramError(f"expected one condition per prompt ({prompts}), got {len(each)}", "stop_when")
@@ -134,8 +134,8 @@ def conditions_of(stop_when: Any, prompts: int) -> list[ProbeCondition | None]:
 
 
 def top_logprobs_of(logprobs: Any, scores: Sequence[Any], name: str = "logprobs") -> list[int | None]:
-    """For each prompt, whose tokens to score are given, the number of top tokens to report at each token; 0: only that
-    token; None: no log-probabilities. `name`: of the argument."""
+    """Return each prompt's number of top tokens to report at each token; 0: only that token; None: no
+    log-probabilities. `scores`: each prompt's tokens to score; `name`: the argument's name."""
     each = logprobs if isinstance(logprobs, (list, tuple)) else [logprobs] * len(scores)
     if len(each) != len(scores):
         raise ProgramError(f"expected one value per prompt ({len(scores)}), got {len(each)}", name)

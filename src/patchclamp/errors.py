@@ -43,7 +43,7 @@ class PatchclampError(Exception):
         self.path = path
 
     def under(self, path: str) -> PatchclampError:
-        """The same error with a prefixed path: `at` under `edits[2]` is `edits[2].at`."""
+        """Return the same error with a prefixed path: `at` under `edits[2]` is `edits[2].at`."""
         inner = self.path or ""
         joined = path + ("" if not inner or inner.startswith("[") else ".") + inner
         return type(self)(self.message, joined)
@@ -147,7 +147,7 @@ MAX_WORD = 200  # longest word compared with known ones, in characters: the comp
 
 
 def near(word: object, known: Iterable[str]) -> str:
-    """The text ` (did you mean 'x'?)` if a known word is close, else ""."""
+    """Return the text ` (did you mean 'x'?)` if a known word is close, else ""."""
     if not isinstance(word, str) or len(word) > MAX_WORD:
         return ""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
@@ -155,19 +155,19 @@ def near(word: object, known: Iterable[str]) -> str:
 
 
 def unknown(what: str, word: object, known: Iterable[str], path: str | None = None) -> UnknownName:
-    """The error for an unknown name, with close matches and all known names."""
+    """Return the error for an unknown name, with close matches and all known names."""
     known = list(known)
     listed = ", ".join(known) or "none"
     return UnknownName(f"unknown {what} {word!r:.200}{near(word, known)}; available: {listed}", path)
 
 
 def not_finite(site: str) -> NotFinite:
-    """The error of a run whose edits at a site overflow. The rows are left unedited."""
+    """Return the error of a run whose edits at a site overflow. The rows are left unedited."""
     return NotFinite(f"the edits at {site} produce values that are not finite; they were not written")
 
 
 def describe_error(error: BaseException) -> str:
-    """The class and text of a foreign error, or its location if it has no text."""
+    """Return the class and text of a foreign error, or its location if it has no text."""
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -177,7 +177,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def as_patchclamp_error(error: BaseException) -> PatchclampError:
-    """Converts an exception; a foreign one becomes a `RunError` with its description and the exception as cause."""
+    """Convert an exception: a foreign one becomes a `RunError` with its description, and with itself as cause."""
     if isinstance(error, PatchclampError):
         return error
     run_error = RunError(describe_error(error))
@@ -189,13 +189,13 @@ Packed = tuple[str, str, str | None]  # an error as plain data: its class, messa
 
 
 def pack(error: Exception) -> Packed:
-    """Packs an error as plain data, to send it to another process."""
+    """Pack an error as plain data, to send it to another process."""
     if isinstance(error, PatchclampError):
         return type(error).__name__, error.message, error.path
     return "RunError", describe_error(error), None
 
 
 def unpack(packed: Packed) -> PatchclampError:
-    """Restores a packed error; an unknown class becomes `RunError`."""
+    """Restore a packed error; an unknown class becomes `RunError`."""
     name, message, path = packed
     return TREE.get(name, RunError)(message, path)

@@ -1,12 +1,12 @@
 """Export: write the effect of a program into the weights of a checkpoint, where linear algebra allows it.
 
-An edit h → A h + c on all tokens at the output of a projection, h = f · (W z + b), is the projection
-f · (A W z + A b + c / f). Directional ablation of the whole stream is the ablation of every write to it: with a
+An edit h → A h + c on all tokens at the output of a projection, h = f · (W z + b), equals the projection
+f · (A W z + A b + c / f). Directional ablation of the whole stream equals ablation of every write to it: with a
 projector P, P P = P, and the stream s + a after a write `a` becomes P s + P a.
 Source: weight orthogonalisation; Arditi et al. 2024 (arXiv:2406.11717), section 4.1.
 
-An export proves itself: the new model's log-probabilities equal the program's in fp32 (`MAX_ERROR`), and so do those of
-the folder when it is read again. Otherwise nothing is left on disk.
+An export verifies itself: in fp32, the new model's log-probabilities equal the program's (`MAX_ERROR`), both before
+saving and after reloading. Otherwise nothing is left on disk.
 
     N rows · D model width · I width of a projection's input · V vocabulary
 """
@@ -86,7 +86,7 @@ class Exported(msgspec.Struct, frozen=True):
     folder: the checkpoint
     kl: the mean KL(original ‖ exported) of the next token over the prompts, in nats
     error: the largest difference of a log-probability from the program's, with the weights in fp32
-    stored_error: the same with the weights as they are stored
+    stored_error: the same, with the weights in their stored dtype
     """
 
     folder: Path
@@ -96,7 +96,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 class _Edit(NamedTuple):
-    """path: of the op in its program · change: of rows [N, D] in fp64, with the constant part or without"""
+    """path: the op's path in its program · change: edits rows [N, D] in fp64, with or without the constant part"""
 
     path: str
     change: Callable[[torch.Tensor, bool], torch.Tensor]
@@ -107,25 +107,25 @@ def export(
     chat: bool = False, bank: Mapping[str, Any] | None = None, dtype: str | None = None,
     skip_tokenizer_init: bool = False,
 ) -> Exported:  # fmt: skip
-    """Write a checkpoint that computes without patchclamp what a model computes with a program.
+    """Write a checkpoint that reproduces, without patchclamp, a model with a program applied.
 
-    Exported are `Add`, `Ablate` and `LowRank` on all tokens at `attn_out` and `mlp_out`, where no norm follows the
+    Supports `Add`, `Ablate` and `LowRank` on all tokens at `attn_out` and `mlp_out`, where no norm follows the
     projection; `Ablate` at `embed`; and `Ablate` at every `resid_pre`, `resid_mid` and `resid_post`, with the same
-    directions. A constant needs a bias: of the architecture, or of a Llama, whose config has flags for them. A tied
-    unembedding is kept as it is, and stored beside an embedding that changes.
+    directions. A constant needs a bias: the architecture's own, or a Llama's, whose config has flags for biases. A tied
+    unembedding keeps its weights, and is stored separately if the embedding changes.
 
     model: a hub id, a folder, or an `LM` of one, whose bank is used. It is loaded on Transformers, on the CPU in fp32
     program: an op, a list of ops, or a `Program`
     out: a folder, which must be empty or not exist
-    prompts: texts or token ids, or with `chat` texts or lists of messages, on which the effect is measured; default:
-        random tokens
+    prompts: texts or token ids (with `chat`, texts or lists of messages) to measure the effect on; default: random
+        tokens
     chat: send each prompt as the user turn of a chat
     bank: the vectors and programs that the program names
-    dtype: of the written weights; default: the checkpoint's
+    dtype: the dtype of the written weights; default: the checkpoint's
     skip_tokenizer_init: export a model that has no tokenizer
 
     Raises `ProgramError` or `UnsupportedSite` with the path of an op that cannot be exported, and `ModelError` if the
-    new model is not equal to the program.
+    new model does not match the program.
     """
     out, asked = Path(as_file(out, "out")), as_items(() if prompts is None else prompts, "prompts")
     if as_flag(chat, "chat") and not asked:
@@ -190,9 +190,9 @@ def export(
 
 
 class _Plan:
-    """The edits of a program at each projection (site and layer), at the embedding, and of every write.
+    """A program's edits at each projection (site and layer), at the embedding, and of every write to the stream.
 
-    Raises `ProgramError` or `UnsupportedSite` for an op that is not one of weights, with its path.
+    Raises `ProgramError` or `UnsupportedSite` for an op that weights cannot express, with its path.
     """
 
     def __init__(self, lm: LM, program: Program) -> None:
@@ -221,7 +221,7 @@ class _Plan:
         if not isinstance(op, (Add, Ablate, LowRank)):
             raise ProgramError(f"{type(op).__name__} cannot be exported: only Add, Ablate and LowRank can", path)
         if op.tokens != every:
-            raise ProgramError(f"expected all tokens, since weights act on all, got {op.tokens}", f"{path}.tokens")
+            raise ProgramError(f"expected all tokens (weights affect all), got {op.tokens}", f"{path}.tokens")
         try:
             fields = [field for field in ("value", "directions", "weight", "rotation") if hasattr(op, field)]
             op = msgspec.structs.replace(op, **{field: self._vector(getattr(op, field), field) for field in fields})
@@ -312,7 +312,7 @@ class _Plan:
             self._captures[name, layer] = run[f"{INPUT[name]}[{layer}]"].flatten(1), run[f"{name}[{layer}]"]
 
     def _factor(self, module: Any, name: str, layer: int, path: str) -> float:
-        """The site's rows as a multiple of the projection's output. Raises `UnsupportedSite` if they are none."""
+        """Return the ratio of the site's rows to the projection's output. Raises `UnsupportedSite` unless constant."""
         (weight_ID, bias_D), (input_NI, rows_ND) = _matrix(module), self._captures[name, layer]
         made_ND = input_NI @ weight_ID + (0.0 if bias_D is None else bias_D)
         factor = float((rows_ND * made_ND).sum() / (made_ND * made_ND).sum())
@@ -327,7 +327,7 @@ class _Plan:
         return kind is not None and kind.transformers.moment == "in" and layer in self._sites.layers_with(INPUT[name])
 
     def module(self, name: str, layer: int) -> str:
-        """The path of a projection's module."""
+        """Return the path of a projection's module."""
         return self._sites.family.points[INPUT[name]].transformers.module.format(l=layer)
 
     def apply(self, net: Any) -> list[str]:
@@ -350,7 +350,7 @@ class _Plan:
         return changes
 
     def _untie(self, net: Any) -> list[str]:
-        """Give a tied unembedding weights of its own."""
+        """Give a tied unembedding its own weights."""
         head, path = net.get_output_embeddings(), self.embed[0].path
         if head.weight is not net.get_input_embeddings().weight:
             return []
@@ -379,7 +379,7 @@ def _rows(vector: Any) -> torch.Tensor:
 
 
 def _shown(data: Any) -> Any:
-    """A program's plain data with the vectors' numbers cut short."""
+    """Return a program's plain data with truncated vectors."""
     if isinstance(data, dict):
         return {name: _shown(value) for name, value in data.items()}
     if isinstance(data, list):
@@ -388,7 +388,7 @@ def _shown(data: Any) -> Any:
 
 
 def _add_biases(net: Any, plan: _Plan, name: str, path: str) -> None:
-    """Give every projection of a kind of block a bias of zeros, as the config's flag does."""
+    """Give every projection of a kind of block a zero bias, as the config's flag does."""
     if type(net).__name__ not in WITH_FLAGS:
         raise UnsupportedSite(
             f"{type(net).__name__} has no bias at {name}, which a constant requires: export an Ablate, or a "
@@ -403,7 +403,7 @@ def _add_biases(net: Any, plan: _Plan, name: str, path: str) -> None:
 
 
 def _matrix(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A projection's weight as it multiplies rows, [I, D], and its bias [D]; both views."""
+    """Return views of a projection's weight, as it multiplies rows, [I, D], and of its bias [D]."""
     weight = module.weight.detach()
     bias = None if getattr(module, "bias", None) is None else module.bias.detach()
     return weight if type(module).__name__ == "Conv1D" else weight.T, bias
@@ -421,7 +421,7 @@ def _is_close(made: Any, rows: Any) -> bool:
 
 
 def _load(model: str) -> tuple[Any, torch.dtype]:
-    """A model in fp32, and the dtype of its checkpoint."""
+    """Load a model in fp32. Return it and its checkpoint's dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
@@ -432,7 +432,7 @@ def _load(model: str) -> tuple[Any, torch.dtype]:
 
 
 def _ids(lm: LM, prompt: Any, chat: bool, path: str) -> list[int]:
-    """The token ids of a prompt; with `chat` of a user's turn, or of messages."""
+    """Return a prompt's token ids; with `chat`, the prompt is a user turn or a list of messages."""
     try:
         if chat:
             return lm.tokens(messages=[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
@@ -442,7 +442,7 @@ def _ids(lm: LM, prompt: Any, chat: bool, path: str) -> list[int]:
 
 
 def _logprobs(net: Any, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Next-token log-probabilities [V] after each prompt, of a plain forward pass."""
+    """Return the next-token log-probabilities [V] after each prompt, from a plain forward pass."""
     with torch.inference_mode():
         return [log_softmax(net(torch.tensor([ids])).logits[0, -1].numpy()) for ids in prompts]
 
@@ -456,5 +456,5 @@ def _program_logprobs(lm: LM, prompts: list[list[int]], program: Program) -> lis
 
 
 def _largest(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
-    """The largest difference of log-probabilities; infinite ones, of masked logits, must be equal."""
+    """Return the largest difference of log-probabilities; infinite ones (masked logits) must be equal."""
     return max(float(np.abs(np.where(a == b, 0.0, a - b)).max()) for a, b in zip(found, wanted, strict=True))

@@ -1,6 +1,6 @@
 """`LM.grade`: many programs on one prompt, each with the log-probabilities of the same next tokens.
 
-`bound_job` makes a `GradeJob` of a prompt and its programs. `by_requests` runs it as requests, on any engine.
+`bound_job` makes a `GradeJob` from a prompt and its programs. `by_requests` runs it as requests, on any engine.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from patchclamp.plan.prompt import Prompt
 from patchclamp.sites.map import LENS
 from patchclamp.store.named import SourceRun
 
-AT_ONCE = 512  # requests of a batch
+AT_ONCE = 512  # requests per batch
 FULL_BYTES = 1 << 28  # of full distributions captured at a time
-UNDER_WAY = 2  # batches
+UNDER_WAY = 2  # batches in flight
 BATCH_S = 2.0  # target time of a batch: a killed process loses the batches in flight
 FIRST, GROWTH = 4, 4  # items of the first batch; largest growth factor from one batch to the next
 Item = TypeVar("Item")
 
 
 def read_scores(score: Any, bare: Any, d_vocab: int) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each score: a text, an id, or a list of ids. `bare`: encodes a text without special tokens."""
+    """Return each score's token ids, given a text, an id, or a list of ids. `bare`: encodes without special tokens."""
     if isinstance(score, (set, frozenset)):
         raise TokensError(f"expected a list of answers, got a set {score!r:.100}", "score")
     items = [score] if isinstance(score, str) or is_token_id(score) else as_items(score, "score")
@@ -57,7 +57,7 @@ def read_scores(score: Any, bare: Any, d_vocab: int) -> tuple[tuple[int, ...], .
 
 
 def read_program(program: Any, path: str) -> Program:
-    """A program of `programs=`: an op, a list of ops, a `Program`, or None."""
+    """Read an item of `programs=`: an op, a list of ops, a `Program`, or None."""
     try:
         if program is None:
             return Program.of(())
@@ -76,8 +76,8 @@ def bound_job(
     name: str, prompt: Prompt, programs: Iterable[Any], scores: Sequence[Sequence[tuple[tuple[int, ...], int]]],
     max_tokens: int, kl: bool, top: int, bindings: Bindings,
 ) -> GradeJob:  # fmt: skip
-    """The job of a prompt, with every program bound to it. Errors have the program's path. `scores`: as `sequences_of`
-    takes them."""
+    """Create a prompt's job, with every program bound to it. Errors have the program's path. `scores`: as in
+    `sequences_of`."""
     vectors: dict[str, np.ndarray] = {}
     code: dict[int, Code] = {}
     sources: dict[str, SourceRun] = {}
@@ -100,11 +100,11 @@ def bound_job(
 
 
 class _ByRequests:
-    """A job whose programs run as requests, one per distinct tokens after the prompt. Of few programs, a request of all
-    of a score's tokens reads each from the log-probabilities of its prompt; many may be computed from a cut instead.
+    """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs, one request reads
+    all of a score's tokens from its prompt log-probabilities; many programs may be computed from a cut instead.
 
-    questions: of each request, the tokens after the prompt, those to score, the number of likeliest ones, and True to
-        read the prompt's
+    questions: for each request, the suffix, the tokens to score, the number of likeliest tokens, and True to read
+        prompt log-probabilities
     """
 
     def __init__(self, engine: Engine, job: GradeJob, table: GradeTable) -> None:
@@ -135,12 +135,12 @@ class _ByRequests:
         table.logprobs[self.left + 1] = 0
 
     def requests(self, number: int) -> list[Request]:
-        """The requests of a program; of the prompt without one if the number is −1."""
+        """Return the requests of a program, or of the unedited prompt if `number` is −1."""
         return [_request(self._engine, self.job, number, *question, self.job.kl and i == 0)
                 for i, question in enumerate(self.questions)]  # fmt: skip
 
     def read(self, number: int, requests: Sequence[Request], answers: Iterable[Answer | PatchclampError]) -> None:
-        """Add the answers of a program to the table."""
+        """Add a program's answers to the table."""
         job, table, row = self.job, self.table, number + 1
         found = zip(self.questions, requests, answers, strict=True)
         for i, ((suffix, _, top, reads), request, answer) in enumerate(found):
@@ -168,11 +168,11 @@ def by_requests(
     engine: Engine, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None],
     batch: int = AT_ONCE,
 ) -> None:  # fmt: skip
-    """Grade the programs of jobs that are not in their tables, by requests, at most `batch` at a time (`Pace`). Two
-    batches are under way.
+    """Grade the jobs' programs that are missing from their tables, by requests, at most `batch` at a time (`Pace`). Two
+    batches are in flight.
 
-    `tell` is called with the number of a job and those of its programs that have been graded. An error that it raises,
-    or an interrupt, stops the requests that are under way.
+    `tell` is called with the indices of a job and of its graded programs. An error that it raises, or an interrupt,
+    aborts the requests in flight.
     """
     running = [_ByRequests(engine, job, table) for job, table in zip(jobs, tables, strict=True)]
     if any(job.kl for job in jobs):
@@ -213,7 +213,7 @@ def _logits(engine: Engine) -> int:
 
 
 def _edits_logits(engine: Engine, job: GradeJob) -> bool:
-    """True if a program of a job edits logits, which changes only those of sampled tokens."""
+    """True if any program of a job edits logits. Such edits change only sampled tokens' logits."""
     bound, point = (job.bound(number) for number in range(job.count)), _logits(engine)
     return any(point in op.points for each in bound if each is not None for op in each.ops)
 
@@ -222,7 +222,7 @@ def _request(
     engine: Engine, job: GradeJob, number: int, suffix: tuple[int, ...], score: tuple[int, ...], top: int, reads: bool,
     asks_kl: bool,
 ) -> Request:  # fmt: skip
-    """The request of one program, whose prompt is followed by `suffix`."""
+    """Return one program's request, with `suffix` appended to the prompt."""
     run, prompt = engine.run_prefix + secrets.token_hex(8), [*job.prompt, *suffix]
     bound, code = job.bound(number) if number >= 0 else None, dict[int, Code]()
     if bound is not None:
@@ -239,8 +239,8 @@ def _request(
 
 
 def _with_code(op: BoundOp, known: Mapping[int, Code], code: dict[int, Code]) -> BoundOp:
-    """An op whose code, if it has any, has a number of its own, under which it is added to `code`: an engine drops the
-    code of a request that has ended."""
+    """Return an op whose code, if any, has its own number, and add the code to `code` under it: engines drop the code
+    of ended requests."""
     if not isinstance(op.action, RunCode):
         return op
     number = next(code_numbers)
@@ -256,8 +256,8 @@ def _answer(future: Future[Answer]) -> Answer | PatchclampError:
 
 
 class Pace:
-    """Cuts items into batches that take about `BATCH_S`, by the measured speed of the batches before them. The first
-    ones are small. The order of items does not depend on speed.
+    """Splits items into batches that take about `BATCH_S`, by the measured speed of earlier batches. The first batches
+    are small. The order of items does not depend on speed.
 
     most, first: largest number of units in a batch, and in the first batch; an item is one unit, unless `parts` gets
     `units`
@@ -269,7 +269,7 @@ class Pace:
         self._done: collections.deque[tuple[float, int]] = collections.deque(maxlen=UNDER_WAY + 1)  # times, total units
 
     def parts(self, items: Iterable[Item], units: Callable[[Item], int] = lambda item: 1) -> Iterator[list[Item]]:
-        """Yield batches of consecutive items, at least one each, sized at the moment they are requested."""
+        """Yield non-empty batches of consecutive items, each sized when it is requested."""
         part: list[Item] = []
         size = 0
         for item in items:

@@ -161,33 +161,33 @@ class LM:
         self, prompt: Any = None, *, messages: Any = None, n: int | None = None, **arguments: Unpack[CallArguments]
     ) -> Any: ...
     def run(self, prompt: Any = None, **arguments: Any) -> Any:
-        """Runs one prompt and returns its `Run`, or runs a list of prompts as one batch and returns a list of `Run`.
+        """Run one prompt and return its `Run`, or run a list of prompts as one batch and return a list of `Run`.
 
         prompt: text or token ids, or a list of either. On vLLM a prompt may have images, in vLLM's own format:
             `{"prompt": text, "multi_modal_data": {"image": image}}`, or with `"prompt_token_ids"`
         messages: a chat in place of a prompt, or a list of chats; on vLLM also with images as OpenAI content parts. A
-            last message of the assistant's is continued
+            final assistant message is continued
         chat_template_kwargs: further arguments of the chat template, such as `{"enable_thinking": False}`
         max_tokens: the maximum number of generated tokens
         edits, capture: one program for all prompts, or a list of lists, one per prompt
-        temperature: of sampling; greedy by default
+        temperature: the sampling temperature; greedy by default
         n: the number of samples per prompt, which need a temperature. A prompt then returns a list of `n` runs, each
-            with its own captures. Sample i has the seed `seed` + i, also of `Noise`
+            with its own captures. Sample i has the seed `seed` + i, also for `Noise`
         sampling: further sampling parameters by vLLM's names, or a list of them, one per prompt. `extra_args` may have
             `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.ops`), applied after the edits
         score: tokens to score as the next one after the prompt (log-probabilities in `run.scores`), as ids or texts of
             one token, or a list of such lists, one per prompt
-        logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k for those of the
-            top k tokens too (`run.top_logprobs`); or a list of these, one per prompt
-        prompt_logprobs: the same for each token of the prompt, given those before it (`run.prompt_logprobs` and
+        logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k to add the top k
+            tokens (`run.top_logprobs`); or a list of these, one per prompt
+        prompt_logprobs: the same for each token of the prompt, given the tokens before it (`run.prompt_logprobs` and
             `run.prompt_top_logprobs`). The whole prompt is computed, even if its prefix is cached
         stop_when: a condition on probes, such as `probe > 0.8`, that ends the run at the first generated token where it
-            holds, with `finish_reason` "stop" and `stop_reason` "probe:NAME"; or a list of these or None, one per
+            holds, with `finish_reason` "stop" and `stop_reason` "probe:NAME"; or a list with a condition or None per
             prompt. Its probes are added to the captures
         lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list of folders, one per
             prompt, with None for no adapter
 
-        A single run that fails raises its error. Lists of runs are returned whole, with `error` set on failed ones. An
+        A single run that fails raises its error. Lists of runs are returned whole, with `error` set on failed runs. An
         invalid program raises before anything runs.
         """
         with base.rarely():
@@ -203,8 +203,8 @@ class LM:
             return self._runs_of(call, answers)
 
     async def arun(self, prompt: Any = None, **arguments: Any) -> Any:
-        """The asyncio version of `run`: calls awaited together run concurrently, on vLLM in the same batches. A
-        cancelled call stops computing."""
+        """Run prompts as `run` does, on asyncio: calls awaited together run concurrently, on vLLM in the same batches.
+        A cancelled call stops computing."""
         with base.rarely():
             call = self._read_call(prompt, **arguments)
             watching = self._watching(call)
@@ -223,8 +223,8 @@ class LM:
             return self._runs_of(call, answers)
 
     def stream(self, prompt: Any = None, *, messages: Any = None, **arguments: Unpack[CallArguments]) -> Stream:
-        """Runs one prompt as `run` does and streams its output: `for part in lm.stream(...)`, or `async for`. After the
-        last part `stream.run` is the `Run`. Invalid arguments raise here, before anything runs."""
+        """Run one prompt as `run` does and stream its output: `for part in lm.stream(...)`, or `async for`. After the
+        last part `stream.run` is the `Run`. Invalid arguments raise in this call, before anything runs."""
         call = self._read_call(prompt, messages=messages, **arguments)
         if call.listed:
             raise ProgramError("expected one prompt, got a list", "prompt" if messages is None else "messages")
@@ -237,7 +237,7 @@ class LM:
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
     def _look_at(self, request: Request, program: Program) -> Callable[..., Run]:
-        """Returns a function that makes a run of an answer so far, whose rows are read from a position on."""
+        """Return a function that makes a run from a partial answer, whose rows are read from a position on."""
         return lambda answer, first=0: Run(self, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def _watching(self, call: _Call) -> WatchedRuns | None:
@@ -268,20 +268,20 @@ class LM:
         self, prompt: Any = None, programs: Any = (), *, score: Any = (), kl: bool = False, top: int = 0,
         capture: Any = (), messages: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Grades many programs on one prompt, and returns its `Grades`: for each program the log-probabilities of the
-        same next tokens. There is no `Run` per program; on vLLM they share the engine's batches, so that thousands
-        take less time than as many requests.
+        """Grade many programs on one prompt, and return its `Grades`: for each program, the log-probabilities of the
+        same next tokens. Programs have no `Run`; on vLLM they share the engine's batches, which is faster than as many
+        requests.
 
-        prompt: text or token ids, or a list of either with a list of programs each, for which a list is returned
+        prompt: text or token ids; for a list of either, with a list of programs for each, a list is returned
         programs: a list; each is an op, a list of ops, or a `Program`
-        score: the answers to score, a list: a text, a token id, or a list of ids, whose log-probabilities are summed,
-            each given those before it
+        score: a list of answers to score, each a text, a token id, or a list of ids, whose log-probabilities are
+            summed, each given the ids before it
         kl: True for KL(unedited ‖ edited) of the next token over the whole vocabulary, in nats
         top: the number of likeliest next tokens to return, with their log-probabilities
-        capture: sites whose rows on the prompt to return, as in `run`; each program then takes one more request
+        capture: sites whose rows on the prompt are returned, as in `run`; each program then takes one more request
         messages, chat_template_kwargs: as in `run`
 
-        A program that fails has NaN, and its error in `errors`. An invalid one raises before anything runs.
+        A program that fails has NaN, and its error in `errors`. An invalid program raises before anything runs.
         """
         prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
         lists = as_items(programs, "programs") if listed else [programs]
@@ -316,7 +316,7 @@ class LM:
         return grades if listed else grades[0]
 
     def _captured(self, call: Mapping[str, Any], programs: Sequence[Any], capture: Any) -> list[Captures | None]:
-        """The captures of each program on a prompt; None if it failed."""
+        """Return the captures of each program on a prompt; None if it failed."""
         found: list[Captures | None] = []
         for begin in range(0, len(programs), CAPTURED_AT_ONCE):
             part = programs[begin : begin + CAPTURED_AT_ONCE]
@@ -346,15 +346,15 @@ class LM:
         self, prompt: Sequence[str | Sequence[int]], continuation: Sequence[Any], *, edits: Any = ()
     ) -> list[Any]: ...
     def loglikelihood(self, prompt: Any, continuation: Any, *, edits: Any = ()) -> Any:
-        """Returns the log-probability of a continuation of a prompt, summed over its tokens, each given those before it
-        (teacher forcing), in nats.
+        """Return a continuation's log-probability after a prompt, in nats: the sum over its tokens, each given the
+        tokens before it (teacher forcing).
 
-        prompt: text or token ids, or a list of either, for which a list is returned
-        continuation: text or token ids, or several of either, such as the choices of a question, for which a list is
-            returned; for a list of prompts a list with one of these for each
+        prompt: text or token ids; for a list of either, a list is returned
+        continuation: text or token ids; for a list of either, such as a question's choices, a list is returned. For a
+            list of prompts: a list with one of these per prompt
         edits: the edits of every run; `generated` is the continuation
 
-        All are graded together (`grade`). A text is tokenised by itself.
+        All continuations are graded together (`grade`). Each text is tokenised on its own.
         """
         prompts, listed = self._prompts(prompt, None, None)
         continuations = as_items(continuation, "continuation") if listed else [continuation]
@@ -396,8 +396,8 @@ class LM:
         self, prompt: Sequence[int], programs: Sequence[Any], scores: list[list[tuple[tuple[int, ...], int]]],
         top: int = 0, kl: bool = False, bindings: Bindings | None = None,
     ) -> GradeJob:  # fmt: skip
-        """The job of programs on a prompt of token ids. `scores`: as `sequences_of` takes them; `bindings`: shared with
-        the same programs' other prompts."""
+        """Create the job of programs on a prompt of token ids. `scores`: as in `sequences_of`; `bindings`: shared with
+        other prompts of the same programs."""
         return self._grade_job(_Prompt(list(prompt)), programs, scores, kl, top, bindings or self.bindings())
 
     def bindings(self) -> Bindings:
@@ -406,8 +406,8 @@ class LM:
 
     @property
     def batch_refusal(self) -> str:
-        """The reason why programs to grade run as requests; "" if they run in batches of the engine's own, which is
-        proved on the live model at first: unedited and edited, at several positions, they equal requests."""
+        """The reason why graded programs run as requests; "" if they run in the engine's own batches. The first access
+        proves on the live model that batches equal requests: unedited and edited, at several positions."""
         engine = self.engine
         if engine.batch_difference is None and not engine.batch_refusal:
             try:
@@ -420,12 +420,12 @@ class LM:
         return engine.batch_refusal or engine.batch_difference or ""
 
     def jobs_refusal(self, jobs: Sequence[GradeJob]) -> str:
-        """The reason why these jobs run as requests; "" if they run in batches."""
+        """Return the reason why these jobs run as requests; "" if they run in batches."""
         reasons = (self.engine.job_refusal(job) or next(iter(job.refused.values()), "") for job in jobs)
         return self.batch_refusal or next(filter(None, reasons), "")
 
     def _difference_of_batches(self) -> str:
-        """A description of how batches differ from requests; "" if they do not."""
+        """Describe the difference between batches and requests; "" if they are equal."""
         length = max(2, min(PROOF_TOKENS, self.model.max_model_len - 2))
         while self.engine.job_refusal(self._proof(length, 3)) and length > 2:
             length = max(2, length // 2)
@@ -443,7 +443,7 @@ class LM:
         return "" if off <= most else f"log-probabilities differ by {off:.1e} between a batch and requests"
 
     def _proof(self, length: int, scores: int) -> GradeJob:
-        """A job of edited and unedited cells of a random prompt. The third score is of two tokens."""
+        """Create a job of edited and unedited programs on a random prompt. The third score has two tokens."""
         ids = np.random.default_rng(0).integers(self.model.d_vocab, size=length).tolist()
         stream = [self.sites.label(point.number) for point in self.sites.points if point.kind == "stream"]
         edits = [Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)]
@@ -465,16 +465,16 @@ class LM:
         self, jobs: Sequence[GradeJob], tell: Callable[[int, Grades, np.ndarray], None] = lambda *_: None,
         batch: int = AT_ONCE, route: Literal["any", "bulk", "requests"] = "any",
     ) -> list[Grades]:  # fmt: skip
-        """Runs jobs: together, in batches of the engine's own, or else as requests, at most `batch` at a time. `tell`
-        is called with the number of a job, its grades so far, and the numbers of programs that were graded. With
-        the route "bulk", raises `CapacityError` if they do not all run in batches."""
+        """Run jobs together in the engine's own batches, or else as requests, at most `batch` at a time. `tell` is
+        called with a job's index, its grades so far, and the indices of the programs graded. With the route "bulk",
+        raises `CapacityError` unless all jobs run in batches."""
         reason = "requested by the caller" if route == "requests" else self.batch_refusal
         reasons = [reason or self._job_refusal(job) for job in jobs]
         tables = [GradeTable(job) for job in jobs]
         grades = [table.grades(route) for table in tables]
 
         def run(way: Callable[..., None], which: Sequence[int], *args: Any) -> None:
-            """Run these jobs by one route."""
+            """Run the jobs in `which` by one route."""
 
             def graded(i: int, programs: np.ndarray) -> None:
                 tell(which[i], grades[which[i]], programs)
@@ -497,7 +497,7 @@ class LM:
                 for table, job, refusal in zip(tables, jobs, reasons, strict=True)]  # fmt: skip
 
     def _job_refusal(self, job: GradeJob) -> str:
-        """The reason why all programs of a job run as requests; "" if they do not."""
+        """Return the reason why all programs of a job run as requests; "" if they do not."""
         all_refused = 0 < job.count == len(job.refused)
         return self.engine.job_refusal(job) or (next(iter(job.refused.values())) if all_refused else "")
 
@@ -508,7 +508,7 @@ class LM:
         prompt_logprobs: bool | int | Sequence[bool | int] = False, stop_when: Any = None, lora: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> _Call:  # fmt: skip
-        """Reads and checks the arguments of a call, and makes one request per run."""
+        """Read and check the arguments of a call, and make one request per run."""
         prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
         parts = (per_prompt(edits, len(prompts), "edits"), per_prompt(capture, len(prompts), "capture"))
         by_lists: dict[tuple[int, int], Program] = {}  # a list shared by all prompts is parsed once
@@ -553,7 +553,7 @@ class LM:
         return _Call(requests, programs, counts, listed, n is not None, conditions)
 
     def _check_memory(self, size: int) -> None:
-        """Raises `CapacityError` if captures of this size exceed `capture_bytes` or, by default, available memory."""
+        """Raise `CapacityError` if captures of this size exceed `capture_bytes` or, by default, available memory."""
         if self._capture_bytes is None and size < MIN_CHECKED_BYTES:
             return
         room = self._capture_bytes or int(MEMORY_SHARE * available_bytes())
@@ -565,7 +565,7 @@ class LM:
             )  # fmt: skip
 
     def _runs_of(self, call: _Call, answers: list[Answer | PatchclampError]) -> Any:
-        """The runs of a call, as `run` returns them."""
+        """Return the runs of a call, as `run` returns them."""
         runs = [Run(self, *parts) for parts in zip(call.requests, call.programs, answers, strict=True)]
         self._runs.update((run.key, run) for run in runs)
         for run, after in itertools.pairwise(runs):
@@ -578,11 +578,11 @@ class LM:
         return grouped if call.listed else grouped[0]
 
     def fetch(self, runs: Iterable[Run], sites: Any = None, *, copy: bool = True) -> list[Captures]:
-        """Fetches the captures of many runs in few engine calls, at some sites or (None) all: for each run a dict of
-        its tensors by site name, such as "resid_post[3]", which also takes sites: `fetched[0][pc.resid_post]` is
-        [L, T, W]. A site of all layers stands for those that a run captured. The tensors equal
-        `run.read(site, copy=copy)`; names of the same rows, such as "resid_post[0]" and "resid_pre[1]", share one
-        tensor. Raises `MissingSource` for a site that a run did not capture, and a failed run's own error."""
+        """Fetch the captures of many runs in few engine calls, at `sites` or (None) all of them: for each run a dict of
+        its tensors by site name, such as "resid_post[3]", which also takes sites: `fetched[0][pc.resid_post]` is [L, T,
+        W]. All layers means the layers that a run captured. The tensors equal `run.read(site, copy=copy)`; names of the
+        same rows, such as "resid_post[0]" and "resid_pre[1]", share one tensor. Raises `MissingSource` for a site that
+        a run did not capture, and a failed run's own error."""
         runs, chunk, size = runs_of(runs), [], 0
         as_flag(copy, "copy")
         refs = self.sites.refs() if sites is None else []
@@ -614,11 +614,10 @@ class LM:
         return found
 
     def rows(self, runs: Iterable[Run], sites: Any = None) -> dict[str, Rows]:
-        """Read the captures of many runs as one array for each site, at some sites or (None) at those of the first run,
-        in one engine call a site: `lm.rows(runs)["resid_post[3]"].values` is [R, D], with the run and the position of
-        each row. Do not change it in place: it may be the captured memory itself. Raises `MissingSource` for a site
-        that a run did not capture, or captured by token id or otherwise than the first run, and a failed run's own
-        error."""
+        """Read the captures of many runs as one array per site, at `sites` or (None) the first run's sites, in one
+        engine call per site: `lm.rows(runs)["resid_post[3]"].values` is [R, D], with the run and the position of each
+        row. Do not change it in place: it may be the captured memory itself. Raises `MissingSource` for a site that a
+        run did not capture, or captured by token id or unlike the first run, and a failed run's own error."""
         runs = _distinct(runs)
         if not runs:
             return {}
@@ -635,8 +634,8 @@ class LM:
         return found
 
     def probes(self, runs: Iterable[Run]) -> dict[str, Rows]:
-        """Read the probes of many runs, which have the same ones, as one array of scores for each probe by name, [R, k]
-        or [R, L, k] for several layers, in one engine call a layer. Raises as `rows` does."""
+        """Read the scores of many runs with the same probes, as one array per probe name: [R, k], or [R, L, k] for
+        several layers, in one engine call per layer. Raises as `rows` does."""
         runs = _distinct(runs)
         found, kinds = self._monitored(runs), kinds_of(runs)
         for name, probe in runs[0].program.probes.items() if runs else ():
@@ -650,7 +649,7 @@ class LM:
         return found
 
     def _monitored(self, runs: Sequence[Run]) -> dict[str, Rows]:
-        """The scores of the engine's probes in many runs."""
+        """Return the scores of the engine's probes in many runs."""
         products = [rows for run in runs if (rows := run.answer.monitored) is not None]
         if not products or len(products) < len(runs):
             return {}
@@ -664,8 +663,7 @@ class LM:
     def _gathered(
         self, runs: Sequence[Run], kinds: tuple[list[int], np.ndarray], ref: SiteRef, probe: str = ""
     ) -> tuple[Rows, str]:
-        """The rows of a site, or of a probe, in many runs, and how they are pooled. `kinds`: the result of
-        `kinds_of`."""
+        """Return the rows of a site or a probe in many runs, and their pooling. `kinds`: the result of `kinds_of`."""
         name, point, (firsts, kind) = probe or str(ref), ref.point, kinds
         way = runs[0].capture_way(ref, probe)
         other = next((i for i in firsts if runs[i].capture_way(ref, probe) != way), None)
@@ -692,14 +690,14 @@ class LM:
         self, sae: SAE, at: Site | str | None = None, *, name: str, to: Site | str | None = None,
         precision: Literal["float32", "model"] = "float32",
     ) -> None:  # fmt: skip
-        """Attaches a sparse autoencoder or transcoder under a name, for `Features`, `SetFeature` and `Reconstruct`. It
-        is copied to the device; on vLLM its memory is reserved with `pc.LM(sae_bytes=)`, if that is given.
+        """Attach a sparse autoencoder or transcoder under a name, for `Features`, `SetFeature` and `Reconstruct`. It is
+        copied to the device; on vLLM, `pc.LM(sae_bytes=)`, if given, reserves the memory.
 
-        at: the site of one layer that it reads; default: the one in its file
-        to: the site that it writes; default: `at`, or a transcoder's in its file
-        precision: of its matrices, "float32" or "model" (the model's dtype); products are summed in fp32
+        at: the single-layer site that it reads; default: its file's
+        to: the site that it writes; default: `at`, or for a transcoder its file's
+        precision: the dtype of its matrices, "float32" or "model" (the model's dtype); products are summed in fp32
 
-        Raises `ShapeError` if the site has another width, `UnsupportedSite` for a site that workers have in parts, and
+        Raises `ShapeError` if the site's width differs, `UnsupportedSite` for a site split between workers, and
         `CapacityError` if there is no room.
         """
         dtype = self.model.dtype if precision == "model" else "float32"
@@ -710,15 +708,15 @@ class LM:
         self.sites.dictionaries[name] = dictionary
 
     def detach(self, name: str) -> None:
-        """Detaches an SAE and frees its memory, once no running program uses it."""
+        """Detach an SAE and free its memory, once no running program uses it."""
         if not isinstance(name, str) or name not in self.sites.dictionaries:
             raise unknown("SAE", str(name), self.sites.dictionaries, "name")
         self.engine.detach(name)
         del self.sites.dictionaries[name]
 
     def lens(self, runs: Iterable[Run]) -> list[Mapping[Site | str, LensResult]]:
-        """Reads the lenses and features of many runs in few engine calls, and returns `run.lens` of each. Reading one
-        whose numbers are not finite raises `NotFinite`."""
+        """Read the lenses and features of many runs in few engine calls, and return `run.lens` of each. Accessing a
+        non-finite result raises `NotFinite`."""
         runs = runs_of(runs)
         read_lenses(self.engine, runs)
         return [run.lens for run in runs]
@@ -735,7 +733,7 @@ class LM:
             raise error.under("sites") from None
 
     def _fetch(self, chunk: Sequence[tuple[Run, tuple[int, int | None]]]) -> None:
-        """Fetches the captures of (run, (point, op)) pairs and stores them in their runs."""
+        """Fetch the captures of (run, (point, op)) pairs and store them in their runs."""
         captured = self.engine.fetch_many([base.Wanted(run.key, *key) for run, key in chunk]) if chunk else []
         for (run, key), rows in zip(chunk, captured, strict=True):
             run.take_fetched({key: rows})
@@ -744,7 +742,7 @@ class LM:
         self, text: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:  # fmt: skip
-        """The token ids of a text, with the tokenizer's special tokens, or of a chat, as `run` runs it."""
+        """Return the token ids of a text, with the tokenizer's special tokens, or of a chat, as `run` encodes them."""
         if messages is not None and text is None:
             return self._chat(messages, chat_template_kwargs).ids
         if not isinstance(text, str):
@@ -755,21 +753,21 @@ class LM:
             raise ProgramError(f"tokenising the text failed: {error}", "text") from None
 
     def weights(self, name: str, layer: int | None = None, head: int | None = None) -> torch.Tensor:
-        """Returns one of the model's weights, by TransformerLens' name, as an fp32 copy on the host. Matrices multiply
-        rows from the right: `z[3, 5] @ lm.weights("W_O", 3, 5)` is what that head adds to the stream.
+        """Return one of the model's weights, by its TransformerLens name, as an fp32 copy on the host. Matrices
+        multiply rows from the right: `z[3, 5] @ lm.weights("W_O", 3, 5)` is what that head adds to the stream.
 
-        name: "W_E" [V, D], "W_pos" [P, D], "W_U" [D, V], "b_U", "ln_final.w", "ln_final.b"; of a layer "W_Q", "W_K",
-            "W_V" [H, D, E] and "W_O" [H, E, D], with keys and values by their own heads; "W_in", "W_gate" [D, M] and
-            "W_out" [M, D]; their biases "b_Q", …; the norms "ln1.w", "ln2.w", and "ln1_post.w", "ln2_post.w" after
-            attention and MLP. Nothing is folded: norms are as the checkpoint stores them
-        layer: the layer, which may be counted from the end; None: all layers that have it, stacked [L, …]
+        name: "W_E" [V, D], "W_pos" [P, D], "W_U" [D, V], "b_U", "ln_final.w", "ln_final.b"; per layer "W_Q", "W_K",
+            "W_V" [H, D, E] and "W_O" [H, E, D], with keys and values per KV head; "W_in", "W_gate" [D, M] and "W_out"
+            [M, D]; their biases "b_Q", …; the norms "ln1.w", "ln2.w", and "ln1_post.w", "ln2_post.w" after attention
+            and MLP. Nothing is folded: norms are as the checkpoint stores them
+        layer: the layer, negative from the end; None: all layers that have the weight, stacked [L, …]
         head: one head of "W_Q", "b_Q" and the like
 
-        Weights that vLLM fused, split between workers or packed are put together again. Quantized ones are dequantized,
-        to the precision in which the model computes.
+        Weights that vLLM fused, split between workers or packed are reassembled. Quantized weights are dequantized to
+        the model's compute precision.
 
-        Raises: `UnknownName` for another name, `UnsupportedSite` for what this model does not have, `EngineError` for
-        an engine that returns no weights.
+        Raises: `UnknownName` for an unknown name, `UnsupportedSite` for a weight that this model lacks, `EngineError`
+        for an engine that returns no weights.
         """
         import torch
 
@@ -791,17 +789,17 @@ class LM:
         return chosen[0] if layer is not None or not layers else torch.stack(chosen)
 
     def close(self) -> None:
-        """Stops the engine. An `LM` that is garbage-collected is closed too, unless it was given an engine object."""
+        """Stop the engine. An `LM` that is garbage-collected is closed too, unless it was given an engine object."""
         self._close()
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the GPU memory of weights and KV cache until `wake`; captures and vectors stay. Raises `EngineError` on
+        """Free the GPU memory of weights and KV cache until `wake`; captures and vectors stay. Raises `EngineError` on
         engines other than vLLM, for levels above 1 (which discard the weights), without `enable_sleep_mode=True`, and
         while runs are in progress."""
         self.engine.sleep(level)
 
     def wake(self) -> None:
-        """Reallocates the memory and restores the weights. No effect on an engine that is awake."""
+        """Reallocate the memory and restore the weights. No effect on an engine that is awake."""
         self.engine.wake()
 
     def __enter__(self) -> LM:
@@ -815,7 +813,7 @@ class LM:
         return f"<LM {m.name} on {m.engine} {m.version}, {m.layers} layers, {m.dtype}>"
 
     def _prompts(self, prompt: Any, messages: Any, options: Any) -> tuple[list[_Prompt], bool]:
-        """All prompts, and True if they were given as a list."""
+        """Return all prompts, and True if they were given as a list."""
         if (prompt is None) == (messages is None):
             raise ProgramError("expected either prompt or messages")
         if messages is not None:
@@ -889,8 +887,8 @@ class LM:
         adapter: Adapter | None, path: str | None, logprobs: tuple[int | None, int | None], bindings: Bindings,
         number: int,
     ) -> Request:  # fmt: skip
-        """The request of one run. `path` prefixes the path of errors: the index of a prompt that is in a list.
-        `logprobs`: of generated tokens, and of the prompt's; `number`: of its sample."""
+        """Return one run's request. `path`: a prefix for the path of errors, the index of a prompt in a list.
+        `logprobs`: for generated tokens, and for the prompt's; `number`: the sample's index."""
         key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt
         images = [] if expanded is None else expanded.images
         if not is_token_id(max_tokens) or max_tokens < 1:
@@ -912,7 +910,8 @@ class LM:
         )  # fmt: skip
 
     def bound_request(self, program: Program, prompt: Prompt, max_tokens: int) -> Request:
-        """The request of a prompt with a program, for an engine of vLLM's that a caller gives its own requests."""
+        """Return the request of a prompt with a program, for a vLLM engine to which callers submit requests
+        themselves."""
         key = self.engine.run_prefix + _key()
         binding = self.bindings().of(program, key, prompt, max_tokens)
         return Request(key, list(prompt.ids), max_tokens, binding.bound, binding.vectors, code=binding.code,
@@ -923,7 +922,7 @@ class LM:
         self._runs[run.key] = run
 
     def scored(self, score: Any) -> list[int]:
-        """The token ids of `score=`; each text is one token."""
+        """Return the token ids of `score=`; each text is one token."""
         items = [score] if isinstance(score, str) else as_items(score, "score")
         ids = [self.tokenizer.bare(item) if isinstance(item, str) else [item] for item in items]
         for item, tokens in zip(items, ids, strict=True):
@@ -940,7 +939,7 @@ class LM:
         return scored
 
     def _source(self, key: str) -> Run:
-        """The run that a program reads with `From`. Raises `MissingSource` if it is gone or failed."""
+        """Return the run that a program reads with `From`. Raises `MissingSource` if it is gone or failed."""
         run = self._runs.get(key)
         if run is None:
             raise MissingSource(f"unknown run {key}: it was closed or dropped, or ran on another LM")
@@ -977,7 +976,7 @@ class _Call(NamedTuple):
     counts: the number of runs of each prompt
     listed: True if the prompts were given as a list
     sampled: True if each prompt returns a list of runs, even of one
-    conditions: those that end runs, one per run, or None
+    conditions: each run's stopping condition, or None
     """
 
     requests: list[Request]
@@ -993,7 +992,7 @@ class _Call(NamedTuple):
 
 
 async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | PatchclampError]:
-    """Awaits the results of runs, waking the loop once. Cancelling the reader does not cancel the futures."""
+    """Await the results of runs, waking the loop once. Cancelling the reader does not cancel the futures."""
     loop = asyncio.get_running_loop()
     done, left, count = loop.create_future(), itertools.count(1), len(futures)
 
@@ -1016,7 +1015,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _distinct(runs: Iterable[Run]) -> list[Run]:
-    """A list of distinct runs."""
+    """Return the distinct runs in a list."""
     runs = runs_of(runs)
     if len({run.key for run in runs}) < len(runs):
         raise ProgramError("expected distinct runs", "runs")
@@ -1024,7 +1023,7 @@ def _distinct(runs: Iterable[Run]) -> list[Run]:
 
 
 def _key() -> str:
-    """An unguessable key. Keys are drawn in bulk: a draw releases the GIL, and getting it back may take a while."""
+    """Return an unguessable key. Keys are drawn in bulk: a draw releases the GIL, and reacquiring it may be slow."""
     while True:
         try:
             return _drawn.popleft()

@@ -47,13 +47,13 @@ MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by at most this
 
 
 def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
-    """Names of `watchable` sites (name to point) at other points that an edit at `ref` must move or must not."""
+    """Return the `watchable` sites (name to point) at other points that an edit at `ref` must or must not move."""
     names = (*SPECS[ref.name].moves, *unmoved(ref.name))
     return [text for name in names if watchable.get(text := f"{name}[{ref.layer}]", ref.point) != ref.point]
 
 
 def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> str:
-    """The first wrong effect of an edit at `ref`, or "". Compares the last token's rows of two runs."""
+    """Return the first wrong effect of an edit at `ref`, or "". Compares the last token's rows in two runs."""
     for watched_ref in watched_refs:
         name = watched_ref.partition("[")[0]
         gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))
@@ -78,8 +78,8 @@ STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
 def sums(lm: LM, base: Run) -> dict[str, str]:
-    """The site words in sums, each with the reason why its sum does not add up, or "" if it does. A failed sum fails
-    all its words, because it does not show which tensor is wrong. `base`: a run that captured everything."""
+    """Return the site words in sums, each with the reason why its sum fails, or "" if it holds. A failed sum fails all
+    its words, because it does not show which tensor is wrong. `base`: a run that captured everything."""
     return _of_table(lm, base) if lm.sites.family.tabled else _of_modules(lm, base)
 
 
@@ -110,7 +110,7 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """The parts of a layer: the stream before, the words of `added` that it adds, and the stream after."""
+    """Return the parts of a layer: the stream before, the words of `added` that it adds, and the stream after."""
     if "resid_mid" not in names:
         return [("resid_pre", tuple(added), "resid_post")]
     mixers = tuple(name for name in added if name in MIXERS)
@@ -119,8 +119,8 @@ def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ..
 
 
 def _of_heads(lm: LM, base: Run) -> dict[str, str]:
-    """Checks `z` against `v` at the first token. It attends only to itself, so each head returns the token's own value,
-    or a fraction of it with attention sinks. A wrong tensor or head would have another direction."""
+    """Check `z` against `v` at the first token, which attends only to itself: each head returns the token's own value,
+    or a fraction of it with attention sinks. A wrong tensor or head would differ in direction."""
     if lm.sites.family.gated or not {"v", "z"} <= set(lm.sites.names):
         return {}
     for ref in lm.sites.resolve(Site("z")):
@@ -140,7 +140,7 @@ def _of_heads(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _of_norms(lm: LM, base: Run) -> dict[str, str]:
-    """Checks that a normed input differs from the stream it is computed from."""
+    """Check that a normed input differs from the stream it is computed from."""
     names, last = lm.sites.names, lm.sites.layers - 1
     wrong: dict[str, str] = {}
     for name, stream in (("attn_in", "resid_pre"), ("mlp_in", "resid_mid"), ("final_norm", "resid_post")):
@@ -170,9 +170,9 @@ def _of_modules(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _stages_of_layer(has: set[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """The parts of a layer that has only some of the words. The output of a mixer other than attention has no word, so
-    in such a layer only the sum after it can be checked. The sum with the MLP comes first: if it holds, it verifies
-    `resid_mid`."""
+    """Return the parts of a layer that has only the words in `has`. The output of a mixer other than attention has no
+    word, so in such a layer only the sum after it can be checked. The sum with the MLP comes first: if it holds, it
+    verifies `resid_mid`."""
     if "resid_mid" not in has:
         gains = tuple(name for name in ADDED if name in has)
         return [("resid_pre", gains, "resid_post")] if gains else []
@@ -230,13 +230,13 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 def prove(lm: LM, full: bool = False) -> list[Proof]:
-    """Proves every site word of a live `LM`.
+    """Prove every site word of a live `LM`.
 
-    Edits are tried in the first, middle and last layer, or with `full` in every layer. With `full` the runs that write
-    back are made one by one instead of in a batch. Shapes, sums and writing back are checked in all layers.
+    Edits are tried in the first, middle and last layer, or with `full` in every layer. With `full`, the runs that write
+    back are executed one by one instead of in a batch. Shapes, sums and writing back are checked in all layers.
 
     Raises: `ModelError` if the model's values are not finite, or if a run depends on the other runs of its batch;
-        `EngineError` if taps have no effect in a run by itself.
+        `EngineError` if taps have no effect in a run on its own.
     """
     lengths = LENGTH, min(LONGER_LENGTH, lm.model.max_model_len - 1)
     ids, longer = (np.linspace(3, lm.model.d_vocab - 1, length).astype(int).tolist() for length in lengths)
@@ -290,7 +290,7 @@ def _write_back(base: Run, name: str) -> list[Op]:
 
 
 def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list[int] | None = None) -> list[Run]:
-    """Runs every program in one batch, computed whole. The prompt `beside`, if given, comes first in the batch; if the
+    """Run every program in one batch, computed whole. The prompt `beside`, if given, comes first in the batch; if the
     engine's batches are small, it runs beside the first programs only."""
     others = [] if beside is None else [beside]
     with lm.engine.computing_whole():
@@ -309,7 +309,7 @@ def _check_finite(lm: LM, base: Run) -> None:
 
 
 def _noise(lm: LM, base: Run, *others: Run) -> float:
-    """The largest difference between runs in a batch with a longer prompt and a single run of the same prompt."""
+    """Return the largest difference between a single run of a prompt and runs of it in a batch with a longer prompt."""
     gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
     if noise > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values())) * size:
@@ -325,9 +325,9 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
 def _same_alone(
     lm: LM, ids: list[int], base: Run, in_batch: Run, captures: Sequence[Capture], mover: SiteRef | None
 ) -> None:
-    """Raises `EngineError` unless a run by itself reads the same rows as in a batch, and an edit at `mover`, which
-    moves the logits in a batch, moves them too. Small steps run other code than large ones (CUDA graphs), and without
-    taps that code would run unedited. If the batch is small too, such code reads nothing in both."""
+    """Raise `EngineError` unless a run on its own reads the same rows as in a batch, and an edit at `mover`, which
+    moves the logits in a batch, moves them in that run too. Small steps run different code from large steps (CUDA
+    graphs); without taps it would run unedited. If the batch is small too, such code reads nothing in both runs."""
     pairs = [(_row(base, ref), _row(in_batch, ref)) for ref in (lm.sites.resolve(each.at)[0] for each in captures)]
     gaps = [np.linalg.norm(alone - beside) / max(np.linalg.norm(beside), 1e-9) for alone, beside in pairs]
     inert = mover is not None and np.array_equal(_answer(_runs(lm, ids, [[_push(base, mover)]])[0]), _answer(base))
@@ -342,7 +342,7 @@ def _same_alone(
 
 
 def _answer(run: Run) -> np.ndarray:
-    """The captured next-token logits, plus the token's log-probability, which reflects edits of the logits."""
+    """Return the captured next-token logits, plus the token's log-probability, which reflects edits of the logits."""
     return np.append(np.asarray(run["logits"]).reshape(-1), run.logprobs)
 
 
@@ -354,8 +354,8 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 def _moved_by_more(
     lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
 ) -> dict[str, bool]:
-    """True, by ref, if edits scaled by `LOUDER`, at every second token, move the logits: one layer may add less to a
-    stream than rounding, and one key of the last token's attention changes little."""
+    """Return, by ref, True if edits scaled by `LOUDER` at every second token move the logits: one layer may add less to
+    a stream than rounding, and one key of the last token's attention changes little."""
     if not refs:
         return {}
     plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, louder=True)] for ref in refs)], longer)
@@ -363,8 +363,8 @@ def _moved_by_more(
 
 
 def push(name: str, row_W: np.ndarray) -> np.ndarray:
-    """A test edit: a vector [W] to add to a row [W]. It has the row's length, and no norm removes it. For a router it
-    reverses the choice of experts, because adding the same number to all of them may change nothing."""
+    """Return a test edit: a vector [W] to add to a row [W]. It has the row's norm, and no norm layer removes it. For a
+    router it reverses the choice of experts, because one constant added to all experts may change nothing."""
     row_W = row_W.astype(np.float64)
     if name == "router":
         return (-2 * row_W).astype(np.float32)
@@ -378,7 +378,7 @@ def _push(base: Run, ref: SiteRef, louder: bool = False) -> Add:
 
 
 def _row(base: Run, ref: SiteRef) -> np.ndarray:
-    """The last row at a ref, with its heads concatenated."""
+    """Return the last row at a ref, with its heads concatenated."""
     return np.asarray(base[str(ref)])[-1].reshape(-1)
 
 
@@ -386,7 +386,7 @@ def _proof(
     lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], wrong_sum: str | None,
     watched_refs: dict[str, list[str]], disordered: dict[str, str],
 ) -> Proof:  # fmt: skip
-    """The proofs of a word. `wrong_sum`: its entry in `sums`."""
+    """Return a word's proofs. `wrong_sum`: its entry in `sums`."""
     refs = lm.sites.resolve(Site(name))
     point = lm.sites.points[refs[0].point]
     rows = 1 if name == "logits" else LENGTH
@@ -409,8 +409,8 @@ def _proof(
 
 
 def prove_lens(lm: LM) -> Proof:
-    """Proves the unembedding: a lens of the last stream gives the distribution that the model samples from. `shape` is
-    False if the proof could not be made."""
+    """Prove the unembedding: a lens on the final stream gives the model's sampling distribution. `shape` is False if
+    the proof could not be made."""
     ids = np.linspace(3, lm.model.d_vocab - 1, LENGTH).astype(int).tolist()
     last, top = Site("resid_post", -1), min(MAX_TOP, lm.model.d_vocab)
     try:
@@ -432,8 +432,8 @@ def prove_lens(lm: LM) -> Proof:
 
 
 def ensure_proved(lm: LM) -> list[Proof]:
-    """The proofs of an `LM` and of its lens, from the cache or computed now. Removes failed sites from its site map.
-    The cache has none of weights that were updated after the model was loaded."""
+    """Return the proofs of an `LM` and of its lens, from the cache or computed now. Removes failed sites from the site
+    map. Proofs of weights updated after loading are not cached."""
     engine = lm.engine
     engine.proved_weights = weights = engine.weights  # first, as the proofs' own runs state it
     engine.batch_difference = None
@@ -463,7 +463,7 @@ def _proofs(lm: LM, is_loaded: bool) -> list[Proof]:
 
 
 def _key(lm: LM) -> str:
-    """A hash of everything that proofs depend on. A folder's weights count by name, size and time."""
+    """Return a hash of everything that proofs depend on. A folder's weights are identified by name, size and time."""
     folder = Path(lm.model.name)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -472,7 +472,7 @@ def _key(lm: LM) -> str:
 
 
 def _code() -> str:
-    """A hash of the code that reads and writes sites. A change invalidates old proofs."""
+    """Return a hash of the code that reads and writes sites. A change invalidates old proofs."""
     root = Path(__file__).parent
     rooms = ("sites", "language", "kernels", "runtime", "engines", "plan", "store")
     files = [file for room in rooms for file in sorted((root / room).rglob("*.py"))]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 MAX_PREFETCH_BYTES = 1 << 20  # fetch all of a run's captures at the first read, up to this size
 VIEWED_BYTES = 1 << 17  # of one point: always a view at this size, on engines that have views
 MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
-LENS_ROWS = 1 << 13  # unembedded in one call of the engine, so that steps of requests run between two
+LENS_ROWS = 1 << 13  # unembedded per engine call, so that requests' steps run between calls
 NO_POSITIONS = np.zeros(0, np.int64)
 _Result = TypeVar("_Result")
 _OfTokens = TypeVar("_OfTokens", "LensResult", "FeaturesResult")
@@ -62,7 +62,7 @@ class Stored(NamedTuple):
     selected: np.ndarray | None = None
 
     def between(self, first: int, end: int) -> tuple[int, int]:
-        """The half-open range of its rows at positions first … end−1."""
+        """Return the half-open range of the rows at positions first … end−1."""
         begin, stop = np.searchsorted(self.positions, [first, end])
         return int(begin), int(stop)
 
@@ -71,9 +71,9 @@ class Layout(NamedTuple):
     """The layout of `run[site]`, without its rows.
 
     at, ref: the site
-    stored: the sources of the rows; at a position that two captured, the later one counts
-    positions [T], shape, dtype: those of `run[site]`
-    pool: how the rows at `positions` are pooled, or None; without positions there is no row, and shape is [0, ...]
+    stored: the sources of the rows; at a position captured twice, the later source counts
+    positions [T], shape, dtype: as in `run[site]`
+    pool: the pooling of the rows at `positions`, or None; without positions there is no row, and shape is [0, ...]
     """
 
     at: Site
@@ -86,8 +86,8 @@ class Layout(NamedTuple):
 
 
 class CaptureWay(NamedTuple):
-    """The way in which rows were captured: by the op with this number (None: by all), how they are pooled, their width
-    and their dtype, the matrix and the columns of a projection, and a probe's bias and activation."""
+    """The way in which rows were captured: the op's number (None: all ops), the pooling, the width and dtype, a
+    projection's matrix and columns, and a probe's bias and activation."""
 
     number: int | None
     pool: str
@@ -164,7 +164,7 @@ class Run:
         return self._bound.ops if self._bound is not None else ()
 
     def _stored_op(self, number: int) -> BoundOp:
-        """The op that stores its rows under a number (`stored_op`)."""
+        """Return the op that stores its rows under a number (`stored_op`)."""
         return self._ops[number % PROBE]
 
     @property
@@ -206,7 +206,7 @@ class Run:
 
     @property
     def prompt_logprobs(self) -> list[float]:
-        """The log-probability of each token of the prompt, given those before it; of the first NaN. Raises
+        """The log-probability of each token of the prompt, given the tokens before it; NaN for the first. Raises
         `ProgramError` if the run did not request them."""
         if self.answer.prompt_logprobs is None:
             raise ProgramError("prompt log-probabilities were not requested: use lm.run(..., prompt_logprobs=True)")
@@ -214,8 +214,8 @@ class Run:
 
     @property
     def prompt_top_logprobs(self) -> list[dict[int, float]]:
-        """The log-probabilities of the top tokens at each token of the prompt; of the first none. Raises `ProgramError`
-        if not requested."""
+        """The log-probabilities of the top tokens at each token of the prompt; empty for the first. Raises
+        `ProgramError` if not requested."""
         if len(self.answer.prompt_top_logprobs) != len(self.prompt_logprobs) - 1:
             raise ProgramError("top prompt log-probabilities were not requested: use lm.run(..., prompt_logprobs=5)")
         return [{}, *self.answer.prompt_top_logprobs]
@@ -231,8 +231,8 @@ class Run:
 
     @property
     def computed_from(self) -> tuple[int, int] | None:
-        """The (layer, prompt position) from which the run was computed, if the engine took the rest from a run of the
-        same prompt without a program; else None."""
+        """The (layer, prompt position) from which the run was computed, if the engine reused an unedited run of the
+        same prompt for the rest; else None."""
         return self.answer.computed_from
 
     @property
@@ -246,23 +246,23 @@ class Run:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason "probe:NAME" if `stop_when` ended the run, else None. NAME is that of the first probe in the
-        condition that decided it. The condition held at the run's last token, whose scores are the last ones."""
+        """The reason "probe:NAME" if `stop_when` ended the run, else None. NAME is the first probe of the condition
+        that decided it. The condition held at the run's last token, the last token with scores."""
         return self.answer.stop_reason
 
     def __getitem__(self, site: Site | str) -> torch.Tensor:
-        """The captured rows of a site, on the CPU, in the capture's dtype: [T, W] for one layer, whose T captured
-        positions `run.positions(site)` lists, and [L, T, W] for several, which `run.layers(site)` lists.
-        `run[pc.resid_post]` has the layers that were captured; a list or a range of layers must have been captured
-        whole. Sites with heads have [T, H, E]; an integer index drops its axis, so `run[pc.z[5, 3]]` is [T, E]. A
-        capture projected by W [k, D] has [T, k].
+        """Return a site's captured rows, on the CPU, in the capture's dtype: [T, W] for one layer, at the T positions
+        `run.positions(site)`, and [L, T, W] for several, the layers `run.layers(site)`. `run[pc.resid_post]` has the
+        layers that were captured; a list or a range of layers must have been captured completely. Sites with heads have
+        [T, H, E]; an integer index drops its axis, so `run[pc.z[5, 3]]` is [T, E]. A capture projected by W [k, D] has
+        [T, k].
 
-        A capture with `pool` has one row, so that the axis of positions is missing: [W], or [L, W].
+        A capture with `pool` drops the axis of positions: [W], or [L, W].
 
-        A site captured twice returns the union of positions, with the later op's row at a position that both captured.
-        A path such as "edits[0]" returns the rows of that `Capture` alone, as they were at its place in the program.
-        Each read returns a copy, which `From` and the bank do not share; `run.read(site, copy=False)` avoids it.
-        The fake engine, which works without PyTorch, returns NumPy arrays.
+        A site captured twice returns the union of positions, with the later op's row at positions that both captured. A
+        path such as "edits[0]" returns the rows of that `Capture` alone, as they were at its place in the program. Each
+        read returns a copy, which `From` and the bank do not share; `run.read(site, copy=False)` avoids the copy. The
+        fake engine, which works without PyTorch, returns NumPy arrays.
 
         Raises `MissingSource` if the site was not captured, `ProgramError` if its layers have different positions or
         are pooled in different ways, and the run's own error if it failed.
@@ -270,8 +270,8 @@ class Run:
         return self.read(site)
 
     def read(self, site: Site | str, *, copy: bool = True) -> torch.Tensor:
-        """Returns `run[site]`. With `copy=False`, one layer's rows are the captured memory itself, which later reads
-        and `From` share: do not change it in place."""
+        """Return `run[site]`. With `copy=False`, one layer's rows are the captured memory itself, which later reads and
+        `From` share: do not change it in place."""
         as_flag(copy, "copy")
         if (found := self.of_attention(site)) is not None:
             return attention_rows(self.attention, *found)  # pyright: ignore[reportReturnType]
@@ -284,7 +284,7 @@ class Run:
         return stacked([self.rows_of(str(site), at, ref, ordinal, copy=False) for ref in refs])
 
     def layers(self, site: Site | str) -> list[int]:
-        """The layers of `run[site]`, in the order of its first axis: those of the site that were captured."""
+        """Return the captured layers of a site, in the order of the first axis of `run[site]`."""
         if (found := self.of_attention(site)) is not None:
             return self.attention.layers(*found)
         return [ref.layer for ref in self._locate(site)[1] if ref.layer is not None and ref.point in self._captured]
@@ -292,7 +292,7 @@ class Run:
     def rows_of(
         self, name: str, at: Site, ref: SiteRef, ordinal: int | None = None, *, copy: bool = True
     ) -> torch.Tensor:
-        """The rows of `run[name]` for a resolved site, captured by one op or by all (None)."""
+        """Return the rows of `run[name]` for a resolved site, captured by one op or by all (None)."""
         rows = self.shaped(at, ref, self._fetch(ref, ordinal, name)[1])
         if ref.point in self.pools:
             return pooled(rows, self.pools[ref.point], name)
@@ -301,7 +301,7 @@ class Run:
         return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()  # pyright: ignore[reportReturnType]
 
     def shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
-        """Slices and shapes the rows of a point into those of one site."""
+        """Slice and reshape a point's rows to one site's."""
         parts = self.site_map.parts(at.name)
         if parts is None or ref.point in self._projected:
             return rows
@@ -311,7 +311,7 @@ class Run:
         return rows[..., 0] if parts[1] == 1 else rows
 
     def positions(self, site: Site | str) -> list[int]:
-        """The position of each row of `run[site]`, or of the rows that were pooled."""
+        """Return the position of each row of `run[site]`, or of each pooled row."""
         if (found := self.of_attention(site)) is not None:
             return self.attention.of_layers(*found)[0].positions
         _, refs, ordinal = self._locate(site)
@@ -319,7 +319,7 @@ class Run:
         return positions[-1:] if self.pools.get(refs[0].point) == "last" else positions
 
     def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
-        """The positions of a site. Raises `ProgramError` if its layers differ in positions or pooling."""
+        """Return the positions of a site. Raises `ProgramError` if its layers differ in positions or pooling."""
         check_pools(refs, self.pools)
         first, *others = [self._read_positions(ref, ordinal, str(site)) for ref in refs]
         for ref, positions in zip(refs[1:], others, strict=True):
@@ -331,7 +331,7 @@ class Run:
         return first
 
     def _read_positions(self, ref: SiteRef, ordinal: int | None, name: str) -> np.ndarray:
-        """The positions captured at one layer, including all those pooled to one row in a step."""
+        """Return the positions captured at one layer, including all those pooled to one row in a step."""
         for op in (self._ops[i] for i in self._captures_at.get(ref.point, ())):
             if _in_step(op):
                 return self._computed(position_array(op.ranges))
@@ -348,14 +348,14 @@ class Run:
         return bool(self._captured or self._probe_ops)
 
     def captured_of(self, refs: Iterable[SiteRef]) -> list[SiteRef]:
-        """The captured sites among `refs`. Where only a part of the row was projected, that part."""
+        """Return the captured sites among `refs`. Where only a part of the row was projected, that part."""
         part, projected = self.site_map.part, self._projected
         return [part(ref, projected.get(ref.point, 0)) for ref in refs if ref.point in self._captured]
 
     @property
     def acted(self) -> dict[str, list[int]]:
         """The ascending positions that each edit acted on, by path ("edits[0]", or "edits[0].edits[1]" in a `When`).
-        The token ids determine them, and the scores of probes in conditions, which are read at the first call."""
+        They depend on the token ids, and on the scores of probes in conditions, which are read at the first access."""
         tokens = np.array([*self.prompt_token_ids, *self.token_ids][: self.positions_computed], np.int64)
         if self._bound is None:
             return {}
@@ -363,7 +363,7 @@ class Run:
         return {path: of_edit.tolist() for path, of_edit in positions.items()}
 
     def _tested(self, test: BoundOp) -> tuple[np.ndarray, np.ndarray]:
-        """The positions and the products that a condition compared, from its probe."""
+        """Return the positions and the probe products that a condition compared."""
         assert isinstance(test.action, Compare)
         positions, [products] = self._products(test.action.probe)
         return positions, np.asarray(products)[:, test.ranges[0].row]
@@ -375,9 +375,8 @@ class Run:
 
     @property
     def probes(self) -> Mapping[str, torch.Tensor]:
-        """The results of its probes, and of those that the engine computes for every request, by name: [T, k] in fp32,
-        one row for each selected token (`probe_positions`), or [k] if pooled; with an axis of layers before these where
-        the probe's site has several."""
+        """The results of the run's probes and of the engine's own, by name: fp32 [T, k], one row per selected token
+        (`probe_positions`), or [k] if pooled; with a leading axis of layers if the probe's site has several."""
         return _Probes(self)
 
     @functools.cached_property
@@ -391,7 +390,7 @@ class Run:
                 if isinstance(op.action, Keep) and op.action.probe}  # fmt: skip
 
     def _monitor(self, name: str) -> Monitor | None:
-        """The engine's probe of this name, if it scored this run."""
+        """Return the engine's probe of this name, if it scored this run."""
         if name in self._probe_ops or self.answer.monitored is None:
             return None
         return next((each for each in self._owner.engine.monitors if each.probe.name == name), None)
@@ -404,21 +403,21 @@ class Run:
         return list(dict.fromkeys([*own, *(each.probe.name for each in monitors)]))
 
     def probe_positions(self, name: str) -> list[int]:
-        """The positions that a probe read."""
+        """Return the positions that a probe read."""
         if self._monitor(name) is not None:
             assert self.answer.monitored is not None
             return list(range(len(self.answer.monitored)))
         return self.probe_layout(name)[1].tolist()
 
     def _probe_number(self, name: str) -> int:
-        """The number under which a probe's products are stored."""
+        """Return the number under which a probe's products are stored."""
         self.answer  # noqa: B018  raises the run's own error
         if name not in self._probe_ops:
             raise unknown("probe", name, self._probe_ops)
         return self._probe_ops[name]
 
     def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
-        """The positions of a probe, and W h for each of its points, [T, k]."""
+        """Return the positions of a probe, and W h for each of its points, [T, k]."""
         number = self._probe_number(name)
         points, op = self._stored_op(number).points, f"probe {name!r}"
         keys = [(point, number) for point in points]
@@ -438,8 +437,8 @@ class Run:
         return id(self._ops), id(self.program), self.positions_computed, self._first, self.closed
 
     def capture_way(self, ref: SiteRef, probe: str = "") -> CaptureWay:
-        """The way in which a site was captured, or read by a probe. Raises `MissingSource` where rows have to be read
-        run by run."""
+        """Return the way in which a site was captured, or read by a probe. Raises `MissingSource` where rows have to be
+        read run by run."""
         self.answer  # noqa: B018  raises the run's own error
         point, name = ref.point, f"probe {probe!r}" if probe else str(ref)
         number = self._probe_ops.get(probe) if probe else None
@@ -461,12 +460,12 @@ class Run:
         return CaptureWay(number, made_by.pool or "", width, dtype, matrix, columns, made_by.bias, made_by.activation)
 
     def expected_rows(self, point: int, number: int | None) -> int:
-        """The number of positions captured at a point by one op or by all (None)."""
+        """Return the number of positions captured at a point by one op or by all (None)."""
         return len(self._expected(point, number))
 
     def probe_layout(self, name: str) -> tuple[list[tuple[int, int]], np.ndarray, tuple[int, ...]]:
-        """The engine's captures that `run.probes[name]` is made from, each a point and the number of an op, its
-        positions, and its shape, without reading it."""
+        """Return the engine captures (point, op number) behind `run.probes[name]`, its positions, and its shape,
+        without reading it."""
         number = self._probe_number(name)
         bound, op = self._stored_op(number), self._named_probes[name]
         assert isinstance(bound.action, Keep)
@@ -478,7 +477,7 @@ class Run:
         return [(point, number) for point in bound.points], positions, (*shape, bound.action.products)
 
     def probed(self, name: str) -> torch.Tensor:
-        """`run.probes[name]`."""
+        """Return `run.probes[name]`."""
         if (monitor := self._monitor(name)) is not None:
             import torch
 
@@ -490,12 +489,12 @@ class Run:
         return stacked(scores) if is_stacked(op.at) else scores[0]
 
     def probe_keys(self, names: Iterable[str]) -> list[tuple[int, int]]:
-        """The engine's captures that some probes are made from, each a point and the number of an op."""
+        """Return the engine captures (point, op number) behind the named probes."""
         numbers = [self._probe_ops[name] for name in names]
         return [(point, number) for number in numbers for point in self._stored_op(number).points]
 
     def scores_between(self, names: Iterable[str], first: int, end: int) -> dict[str, PartScores]:
-        """The scores of some probes at positions first … end−1, by name."""
+        """Return the named probes' scores at positions first … end−1."""
         found: dict[str, PartScores] = {}
         for name in names:
             positions, scores = self._products(name)[0], self.probed(name)
@@ -504,8 +503,8 @@ class Run:
         return found
 
     def stopped_at(self, condition: ProbeCondition) -> tuple[int, str] | None:
-        """The first generated token at which a condition on probes holds, as the number of generated tokens up to it,
-        and the reason to stop there; None without one. All probes must read the token."""
+        """Return the number of generated tokens up to the first at which a condition on probes holds, and the stop
+        reason; None if it never holds. All probes must read the token."""
         positions = functools.reduce(
             np.intersect1d, (self._products(each.probe.name)[0] for each in comparisons(condition))
         )
@@ -526,8 +525,8 @@ class Run:
     @property
     def lens(self) -> Mapping[Site | str, LensResult]:
         """The likeliest tokens read by its lenses, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
-        `run.lens[pc.resid_post]`. Where two lenses read a site, the later one; the key "edits[0]" means that one. They
-        are computed at the first read; `lm.lens(runs)` reads those of many runs together."""
+        `run.lens[pc.resid_post]`. If two lenses read a site, the later one counts; a path such as "edits[0]" selects
+        that lens. Results are computed at the first read; `lm.lens(runs)` reads many runs together."""
         return _Lenses(self)
 
     @functools.cached_property
@@ -549,9 +548,8 @@ class Run:
 
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
-        """The features that its program reads, by the name of their SAE. Where two ops read one, the later one; the key
-        "edits[0]" means that one. They are fetched at the first read; `lm.lens(runs)` reads those of many runs
-        together."""
+        """The features that its program reads, by SAE name. If two ops read one SAE, the later counts; a path such as
+        "edits[0]" selects that op. Features are fetched at the first read; `lm.lens(runs)` reads many runs together."""
         return _FeaturesRead(self)
 
     @property
@@ -563,7 +561,7 @@ class Run:
 
     @functools.cached_property
     def attention_ops(self) -> list[tuple[int, BoundOp]]:
-        """The captures of attention, each with the number under which its rows are stored."""
+        """The run's attention captures, each with the index of its stored rows."""
         return [(stored_op(op, i), op) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and isinstance(op.action.reader, AttentionReader)]  # fmt: skip
 
@@ -578,7 +576,7 @@ class Run:
         return self._owner.engine.sites
 
     def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """The positions and the rows that an op kept for a reading, at the positions that it selects."""
+        """Return the positions that an op selects, and the rows stored at them for reading."""
         key = point, number
         if key not in self._fetched:
             if self.closed:
@@ -587,14 +585,14 @@ class Run:
         return self._fetched[key]
 
     def lens_between(self, first: int, end: int) -> ReadLenses:
-        """The results of its lenses at positions first … end−1, by site. They must have been read (`read_lenses`)."""
+        """Return the lens results at positions first … end−1, by site. Lenses must have been read (`read_lenses`)."""
         found: dict[str, LensResult] = {}
         for site, key in _Lenses(self).keys_of_sites.items():
             found[site] = self._lens_result(site, *self._read_between(key, first, end))
         return ReadLenses(found, self.site_map)
 
     def features_between(self, first: int, end: int) -> dict[str, FeaturesResult]:
-        """The features at positions first … end−1, by SAE. They must have been read (`read_lenses`)."""
+        """Return the features at positions first … end−1, by SAE. They must have been read (`read_lenses`)."""
         found: dict[str, FeaturesResult] = {}
         for name, path in _FeaturesRead(self).paths.items():
             positions, ids, values = self._read_between(self._feature_ops[path], first, end)
@@ -602,7 +600,7 @@ class Run:
         return found
 
     def _read_between(self, key: tuple[int, int], first: int, end: int) -> TopTokens:
-        """The results of one lens, or of one `Features`, at positions first … end−1."""
+        """Return the results of one lens, or of one `Features`, at positions first … end−1."""
         positions, ids, values = self.read_lens(key)
         rows = slice(*np.searchsorted(positions, [first, end]))
         return positions[rows], ids[rows], values[rows]
@@ -611,7 +609,7 @@ class Run:
         return LensResult(site, (), positions.tolist(), ids, logprobs, self._owner.engine.tokenizer.token_strings)
 
     def unread_lenses(self) -> dict[tuple[int, int], UnreadLens]:
-        """The unread lenses, by point and op."""
+        """Return the unread lenses, by point and op."""
         lenses: dict[tuple[int, int], UnreadLens] = {}
         for path, number in self._lens_ops.items() if self.error is None else ():
             op = self.op_at(path)
@@ -629,7 +627,7 @@ class Run:
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
-        """Stores the results of lenses, by point and op, at the positions that were selected."""
+        """Store lens results, by point and op, at the selected positions."""
         for (point, number), (positions, ids, logprobs) in read.items():
             count, expected = len(self._computed(positions)), self._expected(point, number)
             if not np.array_equal(positions[:count], expected):
@@ -639,7 +637,7 @@ class Run:
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
 
     def read_lens(self, key: tuple[int, int]) -> TopTokens:
-        """The results of one lens, or of one `Features`, which have been read, by point and op. Raises `NotFinite`."""
+        """Return the results, already read, of one lens or `Features`, by point and op. Raises `NotFinite`."""
         read = self._lenses[key]
         if np.isnan(read[2]).any():
             at = self.site_map.label(key[0])
@@ -652,12 +650,12 @@ class Run:
         return read
 
     def check_lenses(self) -> None:
-        """Raises the first error of `read_lens` over all lenses."""
+        """Raise the first error of `read_lens` over all lenses."""
         for key in self._lenses:
             self.read_lens(key)
 
     def close(self) -> None:
-        """Frees the captures now."""
+        """Free the captures now."""
         self.closed: bool = True
         self._prefetched.clear()
         if self._release is not None:
@@ -668,14 +666,14 @@ class Run:
         return self._locate(site)[1][0].point in self._projected
 
     def refs(self, site: Site | str) -> list[str]:
-        """The site's names layer by layer, each valid in `run[...]`."""
+        """Return the site's names layer by layer, each valid in `run[...]`."""
         return [str(ref) for ref in self.site_map.resolve(parse_site(site))]
 
     # -- as a source for `From`
 
     def positions_of(self, point: int) -> np.ndarray:
-        """The ascending positions captured at a point; empty if it was not captured. Raises `MissingSource` if its rows
-        were projected, or if it was captured several times and once by token id, which makes the rows ambiguous."""
+        """Return the ascending positions captured at a point; empty if it was not captured. Raises `MissingSource` if
+        its rows were projected, or if they are ambiguous: captured several times, and once by token id."""
         if point in self._projected or point in self.pools:
             way = "projected" if point in self._projected else "pooled"
             raise MissingSource(
@@ -690,7 +688,7 @@ class Run:
         return self._captured_computed.get(point, NO_POSITIONS)
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
-        """The positions of this run that a selection matches, in its order."""
+        """Return the run's positions that a selection matches, in the selection's order."""
         return self._select(read_tokens(tokens, "tokens"), self.positions_computed)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
@@ -701,7 +699,7 @@ class Run:
     # -- captures
 
     def layout(self, site: Site | str) -> Layout:
-        """The layout of `run[site]`, without reading its rows. Raises the same errors."""
+        """Return the layout of `run[site]`, without reading its rows. Raises the same errors."""
         at, refs, ordinal = self._locate(site)
         if len(refs) > 1:
             raise ProgramError(f"expected one layer, such as {refs[0]}, got {at} with {len(refs)}")
@@ -724,7 +722,7 @@ class Run:
         return Layout(at, ref, stored, positions, shape, "float32" if pool else dtype, pool)
 
     def rows_between(self, layout: Layout, first: int, end: int, captured: list[Captured]) -> torch.Tensor:
-        """The rows of `run[site]` at positions first … end−1, from the engine's captures of each `stored`."""
+        """Return the rows of `run[site]` at positions first … end−1, from the engine's captures of each `stored`."""
         import torch
 
         parts = []
@@ -773,26 +771,26 @@ class Run:
         return {op.path: ordinal for ordinal, op in enumerate(self._ops) if captures_site(op)}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
-        """The computed positions to read among ascending ones."""
+        """Return the computed positions to read among the ascending `positions`."""
         begin, end = np.searchsorted(positions, [self._first, self.positions_computed])
         return positions[begin:end]
 
     def _locate(self, site: Site | str) -> tuple[Site, list[SiteRef], int | None]:
-        """The site (or that of the `Capture` at a path), its refs, and the index of that `Capture` (None for a site).
-        All layers stand for those that were captured."""
+        """Return the site (of the `Capture`, for a path), its refs, and the index of the `Capture` (None for a site).
+        All layers means the captured layers."""
         self.answer  # noqa: B018  raises the run's own error
         ordinal = self._capture_of_path.get(site) if isinstance(site, str) else None
         at = self._site(site)
         return at, self.captured_layers(at), ordinal
 
     def captured_layers(self, at: Site) -> list[SiteRef]:
-        """The refs of a site; for a site of all layers, the captured ones if there are any."""
+        """Return the refs of a site; for a site of all layers, the captured ones if there are any."""
         refs = self.site_map.resolve(at)
         captured = [ref for ref in refs if ref.point in self._captured] if at.layers is None else []
         return captured or refs
 
     def _fetch(self, ref: SiteRef, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """The positions and rows of a site's point, captured by one op or by all (None)."""
+        """Return the positions and rows of a site's point, captured by one op or by all (None)."""
         self._check_part(ref, name)
         key = ref.point, ordinal
         if key not in self._fetched:
@@ -800,7 +798,7 @@ class Run:
         return self._fetched[key]
 
     def _check_part(self, ref: SiteRef, name: str) -> None:
-        """Raises `MissingSource` if only a different part of the row was projected."""
+        """Raise `MissingSource` if only a different part of the row was projected."""
         columns = self._projected.get(ref.point)
         if columns is not None and columns != (pack_columns(ref.columns) if ref.columns else 0):
             raise MissingSource(f"{name} was not captured; available: {', '.join(self.sites)}")
@@ -819,17 +817,17 @@ class Run:
                 for point in points}  # fmt: skip
 
     def _site(self, site: Site | str) -> Site:
-        """The site of a name, or of the `Capture` at a path."""
+        """Return the site of a name, or of the `Capture` at a path."""
         return self.op_at(site).at if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
 
     def of_attention(self, site: Site | str) -> tuple[Site, str] | None:
-        """The attention site of a name, and the path of its capture, or ""; None for another site."""
+        """Return a name's attention site and its capture's path, or ""; None if it is not an attention site."""
         path = site if isinstance(site, str) and any(op.path == site for _, op in self.attention_ops) else ""
         at = self.op_at(path).at if path else self._site(site)
         return (at, path) if at.name in DERIVED else None
 
     def op_at(self, path: str) -> SiteOp:
-        """The op of the program at a path."""
+        """Return the op of the program at a path."""
         op = dict(self.program.ops)[path]
         assert isinstance(op, SiteOp)
         return op
@@ -846,7 +844,7 @@ class Run:
         return positions, rows
 
     def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
-        """The ops that captured a point, or only `ordinal`. Raises `MissingSource` if there are none."""
+        """Return the ops that captured a point, or only `ordinal`. Raises `MissingSource` if there are none."""
         ordinals = [i for i in self._captures_at.get(point, []) if ordinal in (None, i)]
         if ordinal is not None and ordinal >= PROBE:
             ordinals = [ordinal]
@@ -857,25 +855,25 @@ class Run:
         return ordinals
 
     def _dtypes(self, ordinals: list[int]) -> set[str]:
-        """The dtypes of the rows of some ops; rows are pooled in fp32, on the device or here."""
+        """Return the dtypes of the given ops' rows; rows are pooled in fp32, on the device or the host."""
         actions = [self._stored_op(i).action for i in ordinals]
         return {DTYPES[0 if action.pool else action.dtype] for action in actions if isinstance(action, Keep)}
 
     def _expected(self, point: int, ordinal: int | None) -> np.ndarray:
-        """The positions captured at a point by one op or by all (None)."""
+        """Return the positions captured at a point by one op or by all (None)."""
         if ordinal is None:
             return self._captured_computed[point]
         return self._computed(position_array(self._stored_op(ordinal).kept))
 
     def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """The positions, and the mask of those that the op selects now that the tokens are known (None: all)."""
+        """Return the positions, and the mask of those that the op selects now that the tokens are known (None: all)."""
         op = self._stored_op(ordinal)
         if not _conditional(op):
             return positions, None
         return positions, np.isin(positions, self._select(self.op_at(op.path).tokens, self._limit))
 
     def _matching(self, point: int, ordinal: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """The rows that one op captured and, now that the tokens are known, selects."""
+        """Return the rows that one op captured and, now that the tokens are known, selects."""
         positions, rows = self._stored(point, ordinal, name)
         _, selected = self._selected(ordinal, positions)
         if selected is None:
@@ -884,7 +882,7 @@ class Run:
         return positions[places], rows[places]
 
     def _stored(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """The engine's rows of one op or of all (None) at a point, up to the last computed position."""
+        """Return the engine's rows of one op or of all (None) at a point, up to the last computed position."""
         expected = self._expected(point, ordinal)
         if (point, ordinal) not in self._prefetched:
             self._prefetch([(point, ordinal)])
@@ -903,8 +901,8 @@ class Run:
         return positions[:count], rows[:count]
 
     def _prefetch(self, keys: Sequence[tuple[int, int | None]]) -> None:
-        """Fetches the rows to read now, by (point, op), with the run's other captures if they are small or come as
-        views, and with small ones of the next runs of its call: twice as many each time, while runs are read in order.
+        """Fetch the rows to read now, by (point, op), with the run's other captures if they are small or views, and
+        with small captures of the call's next runs: twice as many each time, while runs are read in order.
         """
         points = list(self._captured)
         if self.captured_bytes > MAX_PREFETCH_BYTES:
@@ -931,14 +929,14 @@ class Run:
             self._take_rows([(self, key) for key in keys])
 
     def _take_rows(self, unread: list[tuple[Run, tuple[int, int | None]]]) -> None:
-        """Fetches rows of runs."""
+        """Fetch rows of runs."""
         captured = self._owner.engine.fetch_many([Wanted(run.key, *key, run._first) for run, key in unread])
         for (run, key), rows in zip(unread, captured, strict=True):
             run.take_fetched({key: rows})
 
     def unread(self, points: Iterable[int]) -> list[tuple[int, None]]:
-        """The captured points among these whose rows were not fetched yet. Raises the run's own error, and
-        `MissingSource` if the run was closed before they were."""
+        """Return the captured points among `points` whose rows were not fetched yet. Raises the run's own error, and
+        `MissingSource` if the run was closed before a fetch."""
         self.answer  # noqa: B018  raises
         keys = [(point, None) for point in points if point in self._captured]
         unread = [key for key in keys if key not in self._fetched and key not in self._prefetched]
@@ -947,7 +945,7 @@ class Run:
         return unread
 
     def take_fetched(self, rows: dict[tuple[int, int | None], Captured]) -> None:
-        """Stores fetched positions and rows by (point, op); op is None for all ops."""
+        """Store fetched positions and rows by (point, op); op is None for all ops."""
         if not self.closed:
             self._prefetched.update(rows)
 
@@ -960,16 +958,16 @@ class Run:
         return sum(map(self.bytes_at, self._captured)) + private
 
     def bytes_at(self, point: int) -> int:
-        """The approximate size of one point's captured rows as fp32, in bytes."""
+        """Return the approximate size of one point's captured rows as fp32, in bytes."""
         return 4 * len(self._captured_computed[point]) * self.width_at(point)
 
     def stored_bytes_at(self, point: int) -> int:
-        """The same size in the capture's own dtype."""
+        """Return the same size in the capture's own dtype."""
         item = self._bound.captured_item_bytes.get(point, 4) if self._bound is not None else 4
         return self.bytes_at(point) * item // 4
 
     def width_at(self, point: int, ordinal: int | None = None) -> int:
-        """The number of captured values per row at a point, by one op or by all but probes (None)."""
+        """Return the number of captured values per row at a point, by one op or by all but probes (None)."""
         if ordinal is not None and isinstance(keep := self._stored_op(ordinal).action, Keep) and keep.is_private:
             return keep.numbers or self.site_map.points[point].width
         width = self._bound.captured_width.get(point, 0) if self._bound is not None else 0
@@ -988,7 +986,7 @@ class Run:
         return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {text!r}{captured}>"
 
     def _summary(self) -> str:
-        """A summary of the captured sites: `resid_post[0, 1, … 29], z[5]`."""
+        """Return a summary of the captured sites: `resid_post[0, 1, … 29], z[5]`."""
         by_name: dict[str, list[str]] = {}
         for point in sorted(self._captured):
             name, _, layer = self.site_map.label(point).rstrip("]").partition("[")
@@ -998,7 +996,7 @@ class Run:
         return ", ".join([*(name + (f"[{', '.join(of)}]" if of else "") for name, of in short.items()), *probes])
 
     def _repr_html_(self) -> str:
-        """The text of prompt and generation, and the captured sites, for notebooks."""
+        """Return the text of prompt and generation, and the captured sites, for notebooks."""
         if self.error is not None:
             return f"<pre>{html.escape(repr(self))}</pre>"
         strings = [html.escape(token) for token in self.token_strings]
@@ -1017,8 +1015,8 @@ class Rows(PublicStruct, frozen=True, eq=False):
     """Rows of many runs as one array, from `lm.rows` and `lm.probes`, ascending by run and position.
 
     values: [R, ...], a row of a site, or the scores of a probe, [k], or [L, k] at several layers
-    run: the index of each row's run among the runs that were given, [R]
-    position: the position of each row's token, [R]; the last that was read, where rows are pooled
+    run: the index of each row's run in `runs`, [R]
+    position: the position of each row's token, [R]; for pooled rows, the last position read
     """
 
     values: np.ndarray
@@ -1026,7 +1024,7 @@ class Rows(PublicStruct, frozen=True, eq=False):
     position: np.ndarray
 
     def to_frame(self) -> Any:
-        """The rows as a table: run, position, and a column for each number."""
+        """Return the rows as a table: run, position, and one column per value."""
         import pandas
 
         columns = self.values.reshape(len(self.values), -1).T
@@ -1065,8 +1063,8 @@ class _Probes(_Readings):
 class LensResult(NamedTuple):
     """The likeliest tokens at a site, best first.
 
-    layers: those of the first axis, where the site has several; else ()
-    positions: of the tokens whose rows were read
+    layers: the layers of the first axis if the site has several, else ()
+    positions: the positions of the rows read
     ids, logprobs: token ids, int32, and log-probabilities, fp32: [T, top], or [L, T, top] for several layers
     token_strings: returns the texts of ids
     """
@@ -1085,7 +1083,7 @@ class LensResult(NamedTuple):
         return np.array(self.token_strings(known.tolist()), object)[which.reshape(self.ids.shape)].tolist()
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per layer, position and rank: the token, its id, and its log-probability."""
+        """Return one row per layer, position and rank: the token, its id, and its log-probability."""
         import pandas
 
         number, which, rank = np.indices((len(self.layers) or 1, *self.ids.shape[-2:])).reshape(3, -1)
@@ -1103,7 +1101,7 @@ class LensResult(NamedTuple):
 class FeaturesResult(NamedTuple):
     """An attached SAE's features at each token: the largest first, or the requested ones.
 
-    positions: of the tokens, [T]
+    positions: the tokens' positions, [T]
     ids, values: int32 and fp32, [T, k]. A feature whose value is 0 is not active
     """
 
@@ -1113,7 +1111,7 @@ class FeaturesResult(NamedTuple):
     values: np.ndarray
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per token and active feature: position, feature, value."""
+        """Return one row per token and active feature: position, feature, value."""
         import pandas
 
         row, rank = np.nonzero(self.values)
@@ -1166,7 +1164,8 @@ class _Lenses(_Readings):
         self._number = dict(self.keys_of_sites.values())  # of the last lens, by point
 
     def _find(self, site: Site | str) -> tuple[Site, list[SiteRef], list[tuple[int, int]]]:
-        """A site, its layers that were read, and the point and op of each; no layers if some were not."""
+        """Return a site, its layers that were read, and each layer's point and op; no layers if any listed layer was
+        not read."""
         run = self._run
         if isinstance(site, str) and site in run._lens_ops:
             at = run.op_at(site).at
@@ -1223,9 +1222,8 @@ def joined(read: Sequence[_OfTokens]) -> _OfTokens:
 
 
 def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:
-    """Compute the unread lenses and features of runs, in few calls of the engine; with `wanted`, features and the
-    lenses that are translated only at these points and ops, since each sends its matrix. Raises `MissingSource` for a
-    closed run.
+    """Compute the runs' unread lenses and features, in few engine calls. `wanted` limits features and translated lenses
+    to these points and ops, because each sends its matrix. Raises `MissingSource` for a closed run.
     """
     by_lens: dict[tuple[int, Translator | FeatureReader | None], list[tuple[Run, tuple[int, int], int]]] = {}
     for run in runs:
@@ -1253,13 +1251,13 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
 
 
 def _features_in(positions: np.ndarray, rows: torch.Tensor | np.ndarray, top: int) -> TopTokens:
-    """The ids and values of features in captured rows (`Keep.top`)."""
+    """Return the ids and values of features in captured rows (`Keep.top`)."""
     both = np.asarray(rows).reshape(len(positions), 2 * top)
     return positions, np.ascontiguousarray(both[:, top:]).view(np.int32), both[:, :top]
 
 
 def fetch_probes(engine: Engine, runs: Iterable[tuple[Run, Iterable[str]]]) -> None:
-    """Fetch some probes of each run, by name, in one call of the engine."""
+    """Fetch the named probes of each run, in one engine call."""
     wanted = [(run, key) for run, names in runs for key in run.probe_keys(names)]
     captured = engine.fetch_many([Wanted(run.key, *key, run._first) for run, key in wanted]) if wanted else []
     for (run, key), rows in zip(wanted, captured, strict=True):
@@ -1267,7 +1265,7 @@ def fetch_probes(engine: Engine, runs: Iterable[tuple[Run, Iterable[str]]]) -> N
 
 
 def probe_scores(probe: Probe, products: torch.Tensor | np.ndarray, name: str) -> torch.Tensor | np.ndarray:
-    """The scores of a probe from its products W h [T, k]: [T, k], or [k] if they are pooled."""
+    """Compute a probe's scores from its products W h [T, k]: [T, k], or [k] if they are pooled."""
     if probe.bias is not None:
         bias = probe.bias.array()
         products = products + (bias if isinstance(products, np.ndarray) else products.new_tensor(bias))
@@ -1275,7 +1273,7 @@ def probe_scores(probe: Probe, products: torch.Tensor | np.ndarray, name: str) -
 
 
 def check_range(rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: str) -> None:
-    """Raises `NotFinite` for float16 rows that overflowed."""
+    """Raise `NotFinite` for float16 rows that overflowed."""
     row = overflowed(rows)
     if row is not None:
         raise NotFinite(
@@ -1285,7 +1283,7 @@ def check_range(rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: st
 
 
 def kinds_of(runs: Sequence[Run]) -> tuple[list[int], np.ndarray]:
-    """The index of the first run of each kind, and the number of each run's kind, [R]. Raises a failed run's error."""
+    """Return the index of each kind's first run, and of each run's kind, [R]. Raises a failed run's error."""
     numbers, firsts = dict[tuple[int, ...], int](), list[int]()
     kind = np.empty(len(runs), np.int64)
     for i, run in enumerate(runs):
@@ -1296,7 +1294,7 @@ def kinds_of(runs: Sequence[Run]) -> tuple[list[int], np.ndarray]:
 
 
 def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
-    """The rows of each of `runs` runs pooled to one. Raises `TokensError` if a run has none."""
+    """Pool the rows of each of `runs` runs into one row. Raises `TokensError` if a run has none."""
     count = np.bincount(rows.run, minlength=runs)
     if not count.all():
         raise TokensError(f"{name}: the selection is empty, so there is nothing to pool", "pool")
@@ -1310,7 +1308,7 @@ def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
 
 
 def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tensor:
-    """Rows [T, ...] pooled to one, [...], in fp32. Raises `TokensError` if there are none."""
+    """Pool rows [T, ...] into one, [...], in fp32. Raises `TokensError` if there are none."""
     if len(rows) == 0:
         raise TokensError(f"{name}: the selection is empty, so there is nothing to pool", "pool")
     if pool == "last":
@@ -1387,7 +1385,7 @@ def check_pools(refs: Sequence[SiteRef], pools: Mapping[int, str]) -> None:
 
 
 def stacked(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Stacks the rows of layers, which are tensors, or arrays of the fake engine."""
+    """Stack the rows of layers: tensors, or the fake engine's arrays."""
     shapes = list(dict.fromkeys(str(list(row.shape)) for row in rows))
     if len(shapes) > 1:
         raise ProgramError(f"expected layers of the same shape, got {' and '.join(shapes)}; read one layer at a time")

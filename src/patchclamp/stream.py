@@ -24,16 +24,16 @@ from patchclamp.run import Run, fetch_probes, read_lenses
 
 
 class RunWatch:
-    """The readouts of a run while it is generated: the scores of its tokens, the results of its lenses, their features,
-    and the token at which a condition ends it.
+    """A run's readouts while it is generated: its tokens' scores, lens results and features, and the token at which a
+    condition ends it.
 
-    A token has readouts once it was an input, one step after it was sampled; the last one of a run was not.
+    A token has readouts once it was an input, one step after it was sampled. A run's last token has none.
 
     ids: the generated tokens so far
-    names: the probes to read: those of the condition, and in a stream the others that are not pooled
+    names: the probes to read: the condition's, and in a stream all probes that are not pooled
     has_lenses: True in a stream with lenses or features
     read_to: the first position whose scores were not read yet
-    end: the number of tokens to keep and the reason to stop, once the condition has held at a token
+    end: the number of tokens to keep and the stop reason, once the condition has held
     report: called after each part, if the watch is the request's listener
     """
 
@@ -43,7 +43,7 @@ class RunWatch:
         self, request: Request, condition: ProbeCondition | None, look_at: Callable[..., Run],
         streamed: Program | None = None,
     ) -> None:  # fmt: skip
-        """`streamed`: the program of a run whose parts have their readouts."""
+        """`streamed`: the program of a run whose parts include readouts."""
         self.request: Request = request
         self.ids: list[int] = []
         self.read_to: int = 0
@@ -80,7 +80,7 @@ class RunWatch:
         return bool(self._scored) or self.has_lenses
 
     def run(self, answer: Answer | None = None) -> Run:
-        """The run so far, or with its answer, from the first unread position."""
+        """Return the run so far, or with its `answer`, from the first unread position."""
         return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
@@ -92,7 +92,7 @@ class RunWatch:
             self._first = self.read_to
 
     def with_readouts(self, part: Part, tokens: int) -> Part:
-        """A part with the readouts up to those of generated token number `tokens`, since the last call."""
+        """Return a part with the readouts since the last call, up to generated token number `tokens`."""
         assert self._run is not None
         first, self._first = self._first, len(self.request.prompt_token_ids) + tokens
         scores = self._run.scores_between(self.names, first, self._first)
@@ -103,7 +103,7 @@ class RunWatch:
         return msgspec.structs.replace(part, lens=lens, features=features)
 
     def cut(self, answer: Answer, engine: Engine) -> Answer:
-        """The answer, cut at the token where the condition held."""
+        """Cut the answer at the token where the condition held."""
         if self.end is None:
             return answer
         (count, reason), prompt, scored = self.end, self.request.prompt_token_ids, answer.monitored
@@ -117,8 +117,8 @@ class RunWatch:
 
 
 def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> list[PatchclampError | None]:
-    """Read the readouts so far of runs, or with its answer all of one, in one call of the engine for all probes and one
-    for each kind of lens and each SAE. Blocks. Returns the error of each."""
+    """Read the runs' readouts so far, or with an answer all of a run's, in one engine call for all probes and one for
+    each kind of lens and each SAE. Blocks. Returns each run's error."""
     try:
         runs = [watch.run(answer) for watch, answer in watches]
         fetch_probes(engine, [(run, watch.names) for run, (watch, _) in zip(runs, watches, strict=True)])
@@ -136,7 +136,7 @@ def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> l
 
 class WatchedRuns:
     """Requests submitted together. Those with a `RunWatch` end at the token where their condition first holds.
-    Construct it before they are submitted."""
+    Construct it before submitting them."""
 
     def __init__(self, engine: Engine, watches: Sequence[RunWatch | None]) -> None:
         self._engine, self._watches = engine, watches
@@ -147,7 +147,7 @@ class WatchedRuns:
                 watch.request.listener = watch
 
     def answers(self, futures: Sequence[Future[Answer]]) -> list[Answer | PatchclampError]:
-        """The answers or errors of the submitted requests. Blocks until all have ended."""
+        """Return the answers or errors of the submitted requests. Blocks until all have ended."""
         answers: dict[int, Answer | PatchclampError] = {}
         for i, future in enumerate(futures):
             future.add_done_callback(lambda _, i=i: self._news.put(i))
@@ -172,7 +172,7 @@ class WatchedRuns:
 
 
 def answer_of(future: Future[Answer]) -> Answer | PatchclampError:
-    """The answer of a request, or its error."""
+    """Return the answer of a request, or its error."""
     try:
         return future.result()
     except PatchclampError as error:
@@ -183,11 +183,10 @@ class Stream:
     """The output of one run as it is generated: `for part in stream`, or `async for`, yields each `Part`.
 
     Joined, the parts equal the output of `lm.run`. After the last one, `stream.run` is the `Run` with its captures.
-    Before that, `stream.so_far` is the run up to the parts read, with its captures by then.
-    In a run with probes, lenses or features each part has the readouts of its tokens, and comes one step later, when
-    these exist.
-    An error of the run is raised in place of the next part. One detected only at the end, such as non-finite edits on
-    vLLM, is raised after parts that were already read.
+    Before that, `stream.so_far` is the run up to the parts read, with its captures by then. In a run with probes,
+    lenses or features each part has its tokens' readouts, and comes one step later, once they exist. An error of the
+    run is raised in place of the next part. An error detected only at the end, such as non-finite edits on vLLM, is
+    raised after parts that were already read.
 
     The run stops and its memory is freed if the stream is closed, left by its `with` or `async with`, or
     garbage-collected, or if its reader is cancelled. After the end, the run is kept until it is dropped or closed.
@@ -238,7 +237,7 @@ class Stream:
         return self._look_at(Answer(token_ids, "".join(part.text for part in self._parts), logprobs, {}, None))
 
     def close(self) -> None:
-        """Stops the run and frees its memory. No effect after the end of the stream."""
+        """Stop the run and free its memory. No effect after the end of the stream."""
         if self._unread.detach() is None:
             return
         self._mailbox.closed = True
@@ -247,7 +246,7 @@ class Stream:
             self._engine.abort([self._key])
 
     async def aclose(self) -> None:
-        """Same as `close`, which does not block."""
+        """Close the stream as `close` does, which does not block."""
         self.close()
 
     def __iter__(self) -> Stream:
@@ -281,7 +280,7 @@ class Stream:
         return part
 
     def _read(self, item: Part | Answer | PatchclampError) -> Part | None:
-        """A part, `HELD` if it waits for its readouts, or None at the end; raises the run's error, once."""
+        """Return a part, `HELD` if it waits for its readouts, or None at the end. Raises the run's error, once."""
         if isinstance(item, Part):
             if not self._unread.alive:
                 return None
@@ -307,7 +306,8 @@ class Stream:
         return None
 
     def _readable(self, part: Part, watch: RunWatch, answer: Answer | None) -> Part | None:
-        """A part with its readouts, cut at the token where the condition held. `answer`: the run's, if it came."""
+        """Return a part with its readouts, cut at the token where the condition held. `answer`: the run's answer, if
+        received."""
         prompt, before = len(watch.request.prompt_token_ids), sum(len(each.token_ids) for each in self._parts)
         end = before + len(part.token_ids)
         if watch.end is None and (answer is not None or watch.read_to < prompt + end):
@@ -328,7 +328,7 @@ class Stream:
         return part
 
     def _last(self, part: Part, cut: Answer, before: int) -> Part:
-        """The last part of a run that a condition ended, from token `before` on."""
+        """Return the last part of a run that a condition ended, from token `before` on."""
         assert not isinstance(cut.text, str)
         cut.text, sent = cut.text(), "".join(each.text for each in self._parts)
         if not cut.text.startswith(sent):
@@ -367,7 +367,7 @@ HELD = Part("", [], [])  # stands for a part that waits for its readouts
 
 class _Mailbox:
     """An unbounded queue from the engine's thread to the reader: parts, then the answer or the run's error. `watch`
-    gets the parts, too."""
+    also receives the parts."""
 
     def __init__(self, watch: RunWatch | None) -> None:
         self.closed, self._watch = False, watch
@@ -381,7 +381,7 @@ class _Mailbox:
             self.post(part)
 
     def end(self, future: Future[Answer]) -> None:
-        """Posts the answer or the run's error."""
+        """Post the answer or the run's error."""
         try:
             self.post(future.result())
         except Exception as error:
@@ -394,11 +394,11 @@ class _Mailbox:
                 self._wakers.popleft()()
 
     def take(self) -> Part | Answer | PatchclampError:
-        """Blocks until there is an item."""
+        """Take the next item; blocks until there is one."""
         return self._items.get()
 
     async def awaited(self) -> Part | Answer | PatchclampError:
-        """The asyncio version of `take`."""
+        """Take the next item, on asyncio."""
         loop = asyncio.get_running_loop()
         while True:
             with contextlib.suppress(queue.Empty):
@@ -410,12 +410,12 @@ class _Mailbox:
 
 
 def wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
-    """Completes an asyncio future from another thread."""
+    """Complete an asyncio future from another thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no reader
         loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
 
 
 def _drop(mailbox: _Mailbox, engine: Engine, run: str) -> None:
-    """Frees a stream that was dropped. The garbage collector calls it, so it must not wait for a lock."""
+    """Free a stream that was dropped. The garbage collector calls it, so it must not wait for a lock."""
     mailbox.closed = True
     engine.release([run])

@@ -2,7 +2,7 @@
 
 A tiny Llama with random weights, fp32, seeded. Every row is computed on its own, with a fixed order of sums, so a
 request's bits do not depend on its batch or on how its prompt is chunked. Programs run through the planner and the
-reference kernel. This engine's behaviour is the reference for the others.
+reference kernel. This engine's behaviour is the reference for other engines.
 
     R rows of a step · N requests of it · D model width · H heads · E head size · M MLP width · V vocabulary
     T positions so far
@@ -74,7 +74,7 @@ class FakeTokenizer:
     """Words with a leading space, and single characters; the longest match wins. Any text can be encoded.
 
     A character outside the vocabulary becomes one of the letter tokens, by its hash; `spell` still returns its offsets.
-    A smaller vocabulary has fewer words; a larger one has tokens that no text is encoded as.
+    A smaller vocabulary has fewer words; a larger one has tokens that no text encodes to.
     """
 
     def __init__(self, d_vocab: int) -> None:
@@ -105,7 +105,7 @@ class FakeTokenizer:
         return [self._texts[i] for i in ids]
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
-        """Use the text if it is encoded as these ids, else their decoded text; a special token has no characters."""
+        """Return the ids' text (`text` if it encodes to them) and token offsets; special tokens are empty."""
         ids = list(ids)
         bare = [i for i in ids if i >= len(SPECIAL)]
         matches = text is not None and ids in (self.encode(text), self.bare(text))
@@ -335,7 +335,7 @@ class _CapturedRows(msgspec.Struct, frozen=True):
 
 
 class _Programs:
-    """The programs of one batch, in tables of exactly their size. `slot`: by run."""
+    """The programs of one batch, in tables of exactly their size. `slot`: each run's slot."""
 
     def __init__(
         self,
@@ -395,7 +395,7 @@ class _Programs:
         return tap
 
     def _fail(self, slots: np.ndarray, point: int) -> None:
-        """Record for the runs of some slots that their edits at a point are not finite; a run keeps its first error."""
+        """Record for the runs in `slots` that their edits at a point are not finite; a run keeps its first error."""
         for slot in np.unique(slots).tolist():
             self.errors.setdefault(self._run[slot], not_finite(self._sites.label(point)))
 
@@ -467,7 +467,7 @@ class _ActiveRequest:
     def take_prompt(self, logits_NV: np.ndarray) -> None:
         """Read the log-probabilities of the prompt's tokens from the logits at the tokens before them."""
         top, tokens = self.request.prompt_logprobs or 0, self.request.prompt_token_ids[self.computed + 1 :]
-        for token, logprobs_V in zip(tokens, log_softmax(logits_NV), strict=False):  # the last row is of no token of it
+        for token, logprobs_V in zip(tokens, log_softmax(logits_NV), strict=False):  # the last row predicts none
             self.prompt_logprobs.append(float(logprobs_V[token]))
             best = np.argsort(-logprobs_V, kind="stable")[:top].tolist()
             self.prompt_top_logprobs += [{token: float(logprobs_V[token]) for token in best}] if top else []
@@ -529,7 +529,7 @@ class _Net:
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
     def forward(self, writers: list[_ActiveRequest], counts: list[int], tap: Tap) -> np.ndarray:
-        """Compute the next `counts[n]` tokens of each request. Return the logits after each request's last, [N, V]."""
+        """Compute each request's next `counts[n]` tokens. Return the logits after its last token, [N, V]."""
         rows = [(writer, p) for writer, count in zip(writers, counts, strict=True)
                 for p in range(writer.computed, writer.computed + count)]  # fmt: skip
         h_RD = self._embedding_VD[[writer.tokens[p] for writer, p in rows]]
@@ -582,7 +582,7 @@ class _Net:
         return x_RD.reshape(-1, self._heads, self._size)
 
     def _rotate(self, x_RD: np.ndarray, positions: list[int]) -> np.ndarray:
-        """Rotary embedding, [R, H, E].
+        """Apply the rotary embedding, [R, H, E].
 
         Source: Su et al. 2021 (arXiv:2104.09864), halves paired as in Llama's Transformers code.
         """

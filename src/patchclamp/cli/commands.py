@@ -101,7 +101,7 @@ def check_file(path: Path | None, option: str) -> None:
 
 
 def flag_of(field: StudyField) -> str:
-    """The option name of a study's field, such as `--site` for `sites`."""
+    """Return the option name of a study's field, such as `--site` for `sites`."""
     return f"--{(field.arg.option or field.name).replace('_', '-')}"
 
 
@@ -134,7 +134,7 @@ def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[st
 
 
 def read_source(text: str | None, seed: int, mean_tokens: str | None, mean_by_position: bool, draws: int) -> Any:
-    """Parse a source: `zeros`, `bank:NAME`, or the mean of or draws from the prompts in a file."""
+    """Parse a source: `zeros`, `bank:NAME`, or a file of prompts to average or draw from."""
     from patchclamp.studies import MeanOf, Resampled
     from patchclamp.studies.inputs import lines_of
 
@@ -234,7 +234,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
 
 
 def by_label(positions: list[Any]) -> dict[str, list[Any]]:
-    """The positions of a file of pairs in the form of `PatchSweep`: one list per label."""
+    """Convert the positions of a file of pairs to the form of `PatchSweep`: one list per label."""
     labels = list(positions[0]) if isinstance(positions[0], dict) else []
     for number, of in enumerate(positions):
         if not labels or not isinstance(of, dict) or list(of) != labels:
@@ -280,7 +280,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
 
 @contextmanager
 def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iterator[LM]:
-    """The `LM` for exact patches: the same one, one on another engine with these options, or a server."""
+    """Yield the `LM` for exact patches: `lm`, an `LM` on another engine with these options, or a server."""
     if on is None:
         yield lm
     elif "://" in on:
@@ -478,7 +478,7 @@ def run(
 
 
 def save_captures(made: Any, captured: list[str], path: Path) -> None:
-    """Write a run's rows at some sites, with their positions and the tokens in the metadata."""
+    """Write a run's rows at the `captured` sites, with the positions and tokens in the metadata."""
     import torch
     from safetensors.torch import save_file
 
@@ -596,7 +596,7 @@ def read_shard(text: str) -> tuple[int, int]:
     """Parse I/N."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or not int(numbers[1]) < int(numbers[2]):
-        raise ProgramError(f"expected I/N, machine I of N from 0, such as 0/4, got {text!r}", "--shard")
+        raise ProgramError(f"expected I/N with 0 <= I < N, such as 0/4, got {text!r}", "--shard")
     return int(numbers[1]), int(numbers[2])
 
 

@@ -89,7 +89,7 @@ LEFT = FOLDED | {"layer parts", "best cells", "place", "positions", "site", "sha
 
 
 def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
-    """A table without lines. Texts are left-aligned, and long ones are folded; numbers are right-aligned."""
+    """Create a table without lines. Text is left-aligned and folded if long; numbers are right-aligned."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=header)
     for name in columns:
         justify: JustifyMethod = "left" if name in LEFT else "center" if name in PROOFS.values() else "right"
@@ -98,7 +98,7 @@ def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
 
 
 def _head(console: Console, picture: Picture, *texts: str) -> None:
-    """Print a plot's title and provenance, and sentences below them."""
+    """Print a plot's title and provenance, with `texts` below."""
     console.print()
     console.print(Text(picture.title, style="bold"), soft_wrap=True)
     console.print(Text(picture.provenance, style="dim"), soft_wrap=True)
@@ -274,12 +274,12 @@ def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
 
 
 def shape(proof: Proof) -> str:
-    """`[T, 576]` for T tokens; N instead of T if only sampled tokens have rows."""
+    """Return a shape such as `[T, 576]` for T tokens, with N instead of T if only sampled tokens have rows."""
     return f"[{'N' if proof.name == 'logits' else 'T'}, {proof.width}]"
 
 
 def module(lm: LM, name: str) -> str:
-    """The module and its end where this engine reads and writes a site: `model.layers.{l}.mlp, output`."""
+    """Return where this engine reads and writes a site, such as `model.layers.{l}.mlp, output`."""
     kind, shift = lm.sites.family.sites[name]
     tap = getattr(lm.sites.family.points[kind], lm.model.engine, None)
     if tap is None:
@@ -322,7 +322,7 @@ def parity(console: Console, result: Parity) -> None:
 
 
 def _layer(place: str) -> str:
-    """A place's layer, `5` for "z[5]"; a dash for a site without layers."""
+    """Return a place's layer, `5` for "z[5]"; a dash for a site without layers."""
     return place.partition("[")[2].rstrip("]") or "–"
 
 

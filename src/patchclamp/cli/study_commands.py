@@ -1,6 +1,6 @@
-"""The command line: a command for every study, generated from its fields, and the others, with one-line errors.
+"""The command line: a command for every study, generated from its fields, plus the other commands and one-line errors.
 
-An option is a field: its name, its docstring as the help text, and its `Arg`, which parses the text.
+A field gives an option its name, its help text (the docstring), and its parser (`Arg`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def studies_by_command() -> dict[str, type[Study]]:
 
 
 def _given(kind: Any, text: str, default: Any = None, *names: str, **how: Any) -> tuple[Any, Any]:
-    """Annotation and default of an option."""
+    """Return the annotation and default of an option."""
     return Annotated[kind, typer.Option(*names, help=text, **how)], default
 
 
@@ -75,7 +75,7 @@ STEER: Parameters = {
 
 
 def options_of(study: type[Study]) -> dict[str, Parameters]:
-    """The options of a study's command, grouped by the code that reads them."""
+    """Return the options of a study's command, grouped by the code that reads them."""
     fields = study.fields()
     by_pair = "positive" in fields or ({"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields)
     has_source = "source" in fields and "metric" in fields
@@ -163,7 +163,7 @@ def command_of(name: str) -> Callable[..., None]:
 
 
 def of_option(error: PatchclampError, study: type[Study]) -> PatchclampError:
-    """The error with its path rewritten from field to option: `--site[0]` for `sites[0]`."""
+    """Return the error with its path rewritten from field to option: `--site[0]` for `sites[0]`."""
     name = re.match(r"\w*", error.path or "")[0]  # pyright: ignore[reportOptionalSubscript]
     field = study.fields().get(name)
     if field is None or field.arg.parse is None:

@@ -1,8 +1,7 @@
-"""The routes on vLLM's app: its completion routes extended with programs, and those under `/v1/patchclamp`.
+"""Routes on vLLM's app: its completion routes, extended with programs, and the routes under `/v1/patchclamp`.
 
-The shutdown takes bounded time: every client gets a response or a closed connection, and the process exits. By
-itself, vLLM cancels its output handler before it notifies running requests, and uvicorn waits for their connections
-without a limit.
+The shutdown takes bounded time: every client gets a response or a closed connection, and the process exits. Stock vLLM
+cancels its output handler before it notifies running requests, and uvicorn waits for their connections indefinitely.
 """
 
 from __future__ import annotations

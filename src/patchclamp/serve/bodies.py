@@ -20,8 +20,8 @@ QUICK_BYTES = 1 << 16  # longest body that is parsed within milliseconds
 
 
 async def read_body(request: Request, limits: ServeLimits, limit: str = "body_bytes") -> bytes:
-    """Read a body. Raises `TooLarge` over a limit: before reading if Content-Length exceeds it, else as soon as the
-    data does. Raises `ProgramError` for a body with a Content-Encoding."""
+    """Read a body. Raises `TooLarge` before reading if Content-Length exceeds a limit, else as soon as the data does.
+    Raises `ProgramError` for a body with a Content-Encoding."""
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise ProgramError("Content-Encoding is not supported: send the body unencoded", "body")
     limits.check(limit, said_bytes(request), "bytes of the body", "body")
@@ -39,14 +39,14 @@ def is_json(request: Request) -> bool:
 
 
 def said_bytes(request: Request) -> int:
-    """The Content-Length of a request, or 0 without a valid one."""
+    """Return a request's Content-Length, or 0 if it is missing or invalid."""
     length = request.headers.get("Content-Length", "")
     return int(length[:20]) if length.isdecimal() and length.isascii() else 0
 
 
 class OpenAIRoute(APIRoute):
-    """One of vLLM's routes, whose body FastAPI reads. The limit on a program's values excludes the prompt and vLLM's
-    other fields."""
+    """A vLLM route whose body FastAPI reads. The limit on a program's values excludes the prompt and vLLM's other
+    fields."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()
@@ -87,8 +87,8 @@ def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> 
 
 
 async def check_values(body: bytes, limits: ServeLimits, has_object: bool = False) -> None:
-    """Raise `TooLarge` for too many values under the key "patchclamp" of a body. With `has_object`, a body whose
-    key is spelled differently (escaped) is counted whole."""
+    """Raise `TooLarge` if a body has too many values under its key "patchclamp". With `has_object`, a body that escapes
+    the key is counted whole."""
     most, values = limits.json_values, body.count(b",")
     if values <= most and len(body) <= QUICK_BYTES:
         return
@@ -99,9 +99,9 @@ async def check_values(body: bytes, limits: ServeLimits, has_object: bool = Fals
 
 
 def program_values(body: bytes, most: int) -> int | None:
-    """The number of values under the key "patchclamp" of a JSON body, or `most` + 1 if there are more; None without the
-    key. Values are counted by commas, or by brackets or strings if invalid JSON has more of these. The key cannot occur
-    in the text of a prompt, where quotes are escaped."""
+    """Count the values under the key "patchclamp" of a JSON body: `most` + 1 if there are more, None without the key.
+    Commas are counted, or brackets or strings if invalid JSON has more of them. A prompt's text cannot contain the key,
+    because its quotes are escaped."""
     place, has_key, commas, opened, strings = 0, False, 0, 0, 0
     while key := KEY.search(body, place):
         place, depth, has_key = key.end(), 0, True

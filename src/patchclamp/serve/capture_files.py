@@ -4,8 +4,8 @@ tensors     `run[site]` in the dtype of the capture, named by site, such as "res
             edits also by path, such as "edits[0] resid_post[3]"; `run.probes[name]` as "probe NAME"
 metadata    `positions`: JSON, the position of each row by tensor; `prompt_token_ids` and `token_ids`: JSON
 
-The header comes first, because the positions that a run captured are known. The tensors follow, read from the engine a
-few MiB at a time, so that the server's memory use does not grow with the file.
+The header comes first: the captured positions are already known. The tensors follow, read from the engine a few MiB at
+a time to bound the server's memory use.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Fetch = Callable[[list[base.Window]], Awaitable[list[Captured]]]
 
 
 class FileWindow(NamedTuple):
-    """Consecutive rows of a tensor: the engine's windows to fetch, their size in bytes, and a function that makes the
-    rows from them."""
+    """Consecutive rows of a tensor: the engine windows to fetch, their size in bytes, and a function that converts them
+    to rows."""
 
     wanted: list[base.Window]
     size: int
@@ -76,8 +76,8 @@ class File(NamedTuple):
         return cls(header, len(header) + sum(tensor.nbytes for tensor in ordered), ordered)
 
     async def parts(self, fetch: Fetch) -> AsyncIterator[bytes | memoryview]:
-        """Yield the file's bytes. The header is yielded after the first rows are fetched, so that their errors are
-        raised before anything is sent."""
+        """Yield the file's bytes. The first rows are fetched before the header is yielded, so errors are raised before
+        anything is sent."""
         before = self.header
         for batch in _batches(window for tensor in self.tensors for window in tensor.windows):
             wanted = [each for window in batch for each in window.wanted]
@@ -95,12 +95,12 @@ class File(NamedTuple):
 
 
 def _rows(window: FileWindow, captured: list[Captured]) -> np.ndarray:
-    """The bytes of a window. Runs off the event loop's thread, because many windows together take long."""
+    """Return a window's bytes. Runs off the event loop's thread, because many windows take long."""
     return bytes_of(window.rows(captured))
 
 
 def _batches(windows: Iterable[FileWindow]) -> Iterator[list[FileWindow]]:
-    """Group small windows, to read up to `PART_BYTES` together."""
+    """Group small windows into reads of up to `PART_BYTES`."""
     batch: list[FileWindow] = []
     for window in windows:
         if batch and sum(each.size for each in batch) + window.size > PART_BYTES:
@@ -112,32 +112,32 @@ def _batches(windows: Iterable[FileWindow]) -> Iterator[list[FileWindow]]:
 
 
 def cut(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cut rows into half-open ranges of at most `PART_BYTES`, or one row."""
+    """Split rows into half-open ranges of at most `PART_BYTES`, or of one larger row."""
     step = max(1, PART_BYTES // max(1, row_bytes))
     return ((begin, min(begin + step, count)) for begin in range(0, count, step))
 
 
 def constant(array: torch.Tensor | np.ndarray) -> list[FileWindow]:
-    """The windows of an array that is already in memory."""
+    """Return the windows of an array that is already in memory."""
     return [FileWindow([], array.nbytes, lambda captured: array)]
 
 
 def bytes_of(rows: Any) -> np.ndarray:
-    """The bytes of an array or a tensor."""
+    """Return the bytes of an array or a tensor."""
     import torch
 
     return torch.as_tensor(rows).contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def finite(numbers: Any) -> Any:
-    """Numbers for JSON, in lists: None for one that is not finite."""
+    """Convert numbers to lists for JSON, with None for non-finite values."""
     if isinstance(numbers, list):
         return [finite(each) for each in numbers]
     return numbers if math.isfinite(numbers) else None
 
 
 def data_event(data: Any) -> str:
-    """The data of a server-sent event, split into several lines if one would be too long; readers join them."""
+    """Encode a server-sent event's data, split into lines of bounded length, which readers join."""
     text = json.dumps(data)
     if len(text) >= MAX_LINE - 16:
         text = json.dumps(data, indent=0).replace("\n", "\ndata: ")
@@ -145,7 +145,8 @@ def data_event(data: Any) -> str:
 
 
 class FileResponse(StreamingResponse):
-    """Sends a file. If its rest is no longer available, the connection closes before Content-Length is reached."""
+    """Sends a file. If its remaining rows are no longer available, the connection closes before Content-Length is
+    reached."""
 
     def __init__(self, file: File, parts: AsyncIterator[Any], failed: Callable[[PatchclampError], None]) -> None:
         headers = {"Content-Length": str(file.size)}
@@ -160,10 +161,9 @@ class FileResponse(StreamingResponse):
 
 
 class StoppedResponse(StreamingResponse):
-    """Streams the results of work that is stopped at its end, even if the client left before the first.
+    """Streams a task's results and stops the task at the end, even if the client left before the first result.
 
-    The stream is closed here. Left to the garbage collector, it holds what it captures until a collection, which may
-    take minutes.
+    The stream is closed explicitly, because the garbage collector may take minutes to free its captures.
     """
 
     def __init__(self, stop: Callable[[], None], parts: AsyncGenerator[Any, None], media_type: str) -> None:
@@ -179,7 +179,7 @@ class StoppedResponse(StreamingResponse):
 
 
 async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], None]) -> FileResponse:
-    """The response that sends a file. Raises the errors of its first rows."""
+    """Return the response that sends a file. Raises any error of the first rows."""
     parts = file.parts(fetch)
     first = await anext(parts)
 
@@ -192,12 +192,12 @@ async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], N
 
 
 def captured_names(run: Run) -> list[str]:
-    """The names of the tensors in a run's file."""
+    """Return the names of the tensors in a run's file."""
     return [*dict(_names(run)), *(PROBE_OF + name for name in run.probes)]
 
 
 def captured_file(run: Run) -> bytes:
-    """The whole file of small captures. Blocks until the engine has sent them."""
+    """Return the complete file of small captures. Blocks until the engine has sent them."""
     keys, file = dict(_names(run)), file_of(run)
     rows = (
         run.read(keys[name], copy=False) if (name := tensor.name) in keys else run.probes[name.removeprefix(PROBE_OF)]
@@ -208,7 +208,7 @@ def captured_file(run: Run) -> bytes:
 
 
 def file_of(run: Run) -> File:
-    """A run's file, whose rows are read while it is sent."""
+    """Return a run's file, whose rows are read as it is sent."""
     layouts = {name: run.layout(key) for name, key in _names(run)}
     tensors = [FileTensor(name, each.dtype, each.shape, _windows(run, each)) for name, each in layouts.items()]
     at = {name: each.positions.tolist() for name, each in layouts.items()}
@@ -236,7 +236,7 @@ def _windows(run: Run, layout: Layout) -> Iterator[FileWindow]:
 
 
 def _probe_window(run: Run, name: str, keys: list[tuple[int, int]], shape: tuple[int, ...]) -> FileWindow:
-    """The window of a probe's results, which are few numbers."""
+    """Return the window of a probe's results, which are small."""
 
     def rows(captured: list[Captured]) -> torch.Tensor:
         run.take_fetched(dict(zip(keys, captured, strict=True)))
@@ -246,8 +246,8 @@ def _probe_window(run: Run, name: str, keys: list[tuple[int, int]], shape: tuple
 
 
 async def numbered_file(engine: AsyncEngine, wanted: list[Wanted]) -> File:
-    """A file of the positions and rows of captures, named by their index in `wanted` (`engines.wire`). Small ones are
-    read together with their sizes."""
+    """Return a file of captured positions and rows, named by their index in `wanted` (`engines.wire`). Small captures
+    are read together with their sizes."""
     rows = PART_BYTES // max(1, sum(4 * engine.sites.points[point].width for _, point, *_ in wanted))
     measured, first = await asyncio.gather(
         engine.measure(wanted), engine.fetch_windows([each.window(0, rows) for each in wanted] if rows else [])
@@ -267,7 +267,7 @@ def _numbered(wanted: Wanted, count: int, row_bytes: int) -> Iterator[FileWindow
 
 
 def _names(run: Run) -> Iterator[tuple[str, str]]:
-    """The name of each tensor, and its key in `run[...]`."""
+    """Yield the name of each tensor, and its key in `run[...]`."""
     for path, op in run.program.ops:
         if isinstance(op, Capture):
             among_edits = path.startswith("edits")

@@ -102,7 +102,7 @@ async def run(request: Request) -> Response:
 
 @router.get("/batches")
 async def batches(request: Request) -> Response:
-    """Return the reason why the server takes no jobs to grade, as msgpack."""
+    """Return, as msgpack, the reason why the server accepts no grading jobs."""
     front, _ = caller(request)
     return Response(msgspec.msgpack.encode(await asyncio.to_thread(lambda: front.lm.batch_refusal)))
 
@@ -174,7 +174,7 @@ async def lens(request: Request) -> Response:
 
 @router.post("/dictionary")
 async def dictionary(request: Request) -> Response:
-    """Return some features of an attached SAE, as safetensors."""
+    """Return the requested features of an attached SAE, as safetensors."""
     front, _ = caller(request)
     asked = await _read(request, wire.DictionaryWanted)
     rows = _dictionary(front, asked.name, asked.ids).rows(asked.ids)
@@ -183,7 +183,7 @@ async def dictionary(request: Request) -> Response:
 
 
 def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
-    """An attached SAE. Raises for an unknown name or ids out of range."""
+    """Return an attached SAE. Raises for an unknown name or out-of-range ids."""
     known = front.engine.sites.dictionaries
     if name not in known:
         raise unknown("attached SAE", name[:64], known, "name")
@@ -194,7 +194,7 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
 
 @router.post("/free")
 async def free(request: Request) -> dict[str, bool]:
-    """Free the captures of runs or of a client that closes, and abort or end runs."""
+    """Free the captures of runs or of a closing client, and abort or end runs."""
     front, owner = caller(request)
     told = await _read(request, wire.Free)
     for name in (*told.release, *told.abort, *told.end):
@@ -284,8 +284,8 @@ async def status(request: Request) -> Response:
 class _Running:
     """The running requests of one HTTP call. Unfinished ones are aborted when the connection closes.
 
-    They start in order. Together, the running ones have at most as many records as one request may have, because every
-    engine step executes the records of all running requests.
+    They start in order. Their records together stay within the limit of one request, because every engine step executes
+    the records of all running requests.
     """
 
     def __init__(self, front: Front, owner: str, batch: wire.WireBatch, requests: list[EngineRequest]) -> None:
@@ -349,7 +349,7 @@ class _Running:
         self._front.waiting.pop(run, None)
 
     def _end(self, i: int, future: Future[Answer]) -> None:
-        """Post the answer or the error of a request; called on the event loop's thread."""
+        """Post a request's answer or error; called on the event loop's thread."""
         del self._records[i]
         if self._waiting:
             self._start()
@@ -366,7 +366,7 @@ class _Running:
 
 
 class _Grading(ClientWork):
-    """The jobs of one HTTP call, which are graded on a thread."""
+    """The jobs of one HTTP call, graded on a thread."""
 
     event = "grade"
 
@@ -375,7 +375,7 @@ class _Grading(ClientWork):
         super().__init__(front, owner)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield frames of events until every program is graded, or one of the error."""
+        """Yield event frames until every program is graded; an error ends them with a `Failed` frame."""
         while (event := await self.events.get()) is not None:
             if isinstance(event, PatchclampError):
                 self.front.failed(event, self.owner)
@@ -438,7 +438,7 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
 
 
 def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> EngineRequest:
-    """Check a request for the engine. patchclamp's client has checked it, others may not have."""
+    """Check a request for the engine. patchclamp's client checks its requests; other clients may not."""
     model = front.engine.model
     _check_owned(owner, asked.run)
     ids = asked.prompt_token_ids
@@ -459,7 +459,7 @@ def _job(
     front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.ndarray], sizes: Mapping[str, tuple[int, int]],
     sources: tuple[SourceRun, ...],
 ) -> GradeJob:  # fmt: skip
-    """Check a job, and its programs as those of a request."""
+    """Check a job, and its programs as in `_request`."""
     suffixes = [tuple(suffix) for suffix in asked.suffixes]
     longest = max(map(len, suffixes), default=0) + 1
     tokens = [*itertools.chain(*suffixes), *(token for terms in asked.terms for _, _, token in terms)]
@@ -490,7 +490,7 @@ def _job(
 
 
 def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.ndarray]) -> list[GradeJob]:
-    """Check the jobs of a request. They share the rows that they read, so the sizes of these are its own."""
+    """Check the jobs of a request. The jobs share the rows that they read, so the request declares the sizes."""
     points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
     for key, rows in asked.rows.items():
         try:
@@ -514,7 +514,7 @@ def _never(number: int) -> BoundProgram | None:
 
 
 class _DeclaredRun:
-    """A client's run, with the rows that its programs declare. The workers check that it has them."""
+    """A client's run with the rows that its programs declare. The workers check that the rows exist."""
 
     def __init__(self, key: str, sizes: Mapping[str, tuple[int, int]]) -> None:
         self.key, self._sizes = key, sizes
@@ -527,7 +527,7 @@ class _DeclaredRun:
 
 
 def _used(asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The vectors that a request reads. Raises `MissingSource` if one is missing."""
+    """Return the vectors that a request reads. Raises `MissingSource` if any is missing."""
     missing = [key for key in asked.vectors if key not in vectors]
     if missing:
         raise MissingSource(f"vector {missing[0]} is missing from the batch", asked.run)
@@ -535,7 +535,7 @@ def _used(asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> dict[str, 
 
 
 def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
-    """Verify the program of a request. It may read only runs of its owner."""
+    """Verify a request's program. It may read only its owner's runs."""
     assert asked.carried is not None
     try:
         carried = decode(asked.carried)
@@ -560,6 +560,6 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
 
 
 def _check_owned(owner: str, name: str) -> None:
-    """Raise `MissingSource` for a run of another owner, without revealing if it exists."""
+    """Raise `MissingSource` for another owner's run, without revealing if it exists."""
     if name.count("-") != 2 or not name.startswith(f"{owner}-") or len(name) > 128 or not name.isascii():
         raise MissingSource(f"unknown run {name[:128]!r} for this client")

@@ -1,10 +1,10 @@
-"""Inspect's model provider of a running server: `inspect eval task.py --model patchclamp/NAME --model-base-url URL`.
+"""Inspect's model provider for a running server: `inspect eval task.py --model patchclamp/NAME --model-base-url URL`.
 
-NAME is a model that the server lists, or a mix of kept programs, as `smollm2:0.5 calm + honest`. PATCHCLAMP_BASE_URL
-is the default of the URL, which ends in /v1, and PATCHCLAMP_API_KEY the key. A sample's own program, the `patchclamp`
-object of its requests, is in its metadata: `Sample(..., metadata={"patchclamp": json.loads(program.to_json())})`.
+NAME is a model that the server lists, or a mix of stored programs, such as `smollm2:0.5 calm + honest`.
+PATCHCLAMP_BASE_URL is the default URL, which ends in /v1; PATCHCLAMP_API_KEY is the key. A sample's metadata holds its
+program, the `patchclamp` object of its requests: `Sample(..., metadata={"patchclamp": json.loads(program.to_json())})`.
 
-Inspect finds this module by its entry point, and only it imports it.
+Inspect finds this module through its entry point. Nothing else imports the module.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ class PatchclampAPI(OpenAICompatibleAPI):
 
 @modelapi(name="patchclamp")
 def patchclamp() -> type[PatchclampAPI]:
-    """The provider's class, by the name of the models' prefix."""
+    """Return the provider's class; the function's name is the prefix of its models."""
     return PatchclampAPI

@@ -3,7 +3,7 @@
 Everything is in memory: a name is a dictionary key and never a path. Runs, vectors and programs share a namespace.
 
 The API processes of a server synchronise through the first engine core, which stores the newest note on every name. A
-process fetches new notes before it looks up a name of a request, and every few seconds; a single process never does.
+process fetches new notes before it looks up a request's names, and every few seconds; a single process fetches none.
 Journals of sweeps are not synchronised: with several processes, a repeated sweep may start over.
 """
 
@@ -52,7 +52,7 @@ class Note(msgspec.Struct):
 
 
 class RunNote(msgspec.Struct):
-    """A run for other processes, without its captures. `ids`: the token ids of its conditions, by bank key."""
+    """A run to send to other processes, without its captures. `ids`: the token ids of its conditions, by bank key."""
 
     key: str
     prompt_token_ids: list[int]
@@ -85,7 +85,7 @@ class NoteChannel:
         self._engine.say(f"{owner} {name}{' touched' if kind == 'touched' else ''}", note)
 
     async def news(self) -> list[Note]:
-        """The notes of other processes since the last call."""
+        """Return the other processes' notes since the last call."""
         if not self.is_shared:
             return []
         self._seen, notes = await self._engine.said_since(self._seen)
@@ -133,7 +133,7 @@ class Owned(ChainMap[str, Any]):
         super().__init__(runs, bank)
 
     def source(self, key: str) -> Run:
-        """The run with that key or name. Raises `MissingSource`."""
+        """Return the run with a key or name. Raises `MissingSource`."""
         runs = self.maps[0]
         for name, run in runs.items():
             if key in (name, run.key):
@@ -142,7 +142,7 @@ class Owned(ChainMap[str, Any]):
 
 
 class _Owner:
-    """One owner's objects. `version` counts the changes of its bank; running requests may capture `expected_bytes`."""
+    """One owner's objects. `version` counts the changes to its bank; running requests may capture `expected_bytes`."""
 
     def __init__(self) -> None:
         self.runs: dict[str, _KeptRun] = {}
@@ -160,8 +160,8 @@ class _Owner:
 
 
 class KeptObjects:
-    """The runs and the bank of each owner, for the event loop's thread only. `channel` notifies other processes;
-    `always_on`: the server's own probes, whose names programs cannot give to others."""
+    """Each owner's runs and bank, for the event loop's thread only. `channel` notifies other processes; `always_on`:
+    the server's own probes, whose names programs cannot reuse."""
 
     limits: ServeLimits
 
@@ -176,19 +176,19 @@ class KeptObjects:
         self._gone: dict[tuple[str, str], str] = {}  # the reasons why runs were dropped
 
     def bank_version(self, owner: str) -> int:
-        """A number that changes whenever an owner's bank does."""
+        """Return a number that changes whenever an owner's bank does."""
         return self._owners[owner].version
 
     def entries(self, owner: str, kind: str) -> dict[str, Any]:
-        """An owner's vectors (and means), or its programs, by name."""
+        """Return an owner's vectors (and means), or its programs, by name."""
         return {name: entry for name, entry in self._owners[owner].bank.items() if kind_of(entry) == kind}
 
     def named_bytes(self, owner: str) -> int:
-        """The size of an owner's bank in bytes."""
+        """Return the size of an owner's bank in bytes."""
         return sum(self._owners[owner].sizes.values())
 
     def entry(self, owner: str, kind: str, name: str) -> Any:
-        """The vector (or means) or program of a name. Raises `MissingSource`."""
+        """Return the vector (or means) or program with a name. Raises `MissingSource`."""
         entries = self.entries(owner, kind)
         if name not in entries:
             names = ", ".join(list(entries)[:20]) or "none"
@@ -222,7 +222,7 @@ class KeptObjects:
             raise NameTaken(f"{name!r} is already a {has}: delete it first, or choose another name")
 
     def owned(self, owner: str) -> Owned:
-        """A snapshot of the names that an owner's programs may use, safe to read on any thread."""
+        """Return a snapshot of the names that an owner's programs may use, safe to read on any thread."""
         return Owned(self._owners[owner].bank.copy(), self.runs(owner))
 
     @contextlib.contextmanager
@@ -255,7 +255,7 @@ class KeptObjects:
             self._say(owner, name, "run", lambda: pack_run(run, request))
 
     def run(self, owner: str, name: str) -> Run:
-        """The run of a name. Raises `Gone` if it was dropped, and `MissingSource` if it never existed."""
+        """Return the run with a name. Raises `Gone` if it was dropped, and `MissingSource` if it never existed."""
         self.drop_old()
         kept = self._owners[owner].runs.get(name)
         if kept is not None:
@@ -306,7 +306,7 @@ class KeptObjects:
             del self._gone[next(iter(self._gone))]
 
     def hear(self, note: Note, lm: LM) -> None:
-        """Apply a note of another process."""
+        """Apply another process's note."""
         owner, name, mine = note.owner, note.name, self._owners[note.owner]
         if note.kind == "touched":
             if name in mine.runs:
@@ -326,7 +326,7 @@ class KeptObjects:
 
 
 def check_program(program: Program, name: str, sites: SiteMap, owned: Owned) -> None:
-    """Check a program that is to be stored, independent of a prompt. Raises for unknown sites, vectors of the wrong
+    """Check a program before it is stored, independently of any prompt. Raises for unknown sites, vectors of the wrong
     width, and programs that use themselves. Missing names are allowed, because they may be stored later."""
     for path, op in program.ops:
         try:
@@ -379,12 +379,12 @@ def _check_op(op: SiteOp, sites: SiteMap, owned: Owned) -> None:
 
 
 def kind_of(entry: object) -> str:
-    """The kind of an entry of an owner's bank; means count as a vector."""
+    """Return the kind of a bank entry; means count as a vector."""
     return "program" if isinstance(entry, Program) else "vector"
 
 
 def bytes_of(entry: Vector | Means | Program) -> int:
-    """The size of an entry of the bank in bytes."""
+    """Return the size of a bank entry in bytes."""
     if isinstance(entry, Vector):
         return len(entry.data)
     if isinstance(entry, Means):
@@ -393,7 +393,7 @@ def bytes_of(entry: Vector | Means | Program) -> int:
 
 
 def check_name(name: str, path: str) -> str:
-    """Return a valid name of a run, a vector or a program. Raises `ProgramError` for others."""
+    """Return the name of a run, vector or program. Raises `ProgramError` if it is invalid."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ProgramError(f"expected a name of up to 64 letters, digits, '_', '-' and '.', got {name!r}", path)
     return name
@@ -403,9 +403,9 @@ ENDS_WITHIN_S = 10.0  # wait for a sweep to end after its client disconnected, b
 
 
 class SweepJournal(Journal):
-    """The journal of a sweep in memory. `reserve` raises if its owner has no room for more bytes.
+    """The in-memory journal of a sweep. `reserve` raises if its owner has no room for more bytes.
 
-    users: requests that use it, from before they plan their sweep until its thread ends
+    users: the number of requests that use it, from before they plan the sweep until its thread ends
     """
 
     users: int
@@ -437,7 +437,7 @@ class SweepJournals:
         self._journals: dict[tuple[str, str], SweepJournal] = {}
 
     def start(self, owner: str, name: str) -> SweepJournal:
-        """The journal of a name, created if it does not exist; `end` must follow. Raises `CapacityError` if the owner
+        """Return the journal with a name, created if missing; `end` must follow. Raises `CapacityError` if the owner
         has too many, and `ProgramError` for an invalid name."""
         key = owner, check_name(name, "resume")
         self._drop_old()
@@ -460,7 +460,7 @@ class SweepJournals:
         return [journal for (of, _), journal in list(self._journals.items()) if of == owner]
 
     def _reserve(self, owner: str, more: int) -> None:
-        """Called on the threads of sweeps."""
+        """Check that an owner has room for `more` bytes; called on sweep threads."""
         used = sum(journal.nbytes for journal in self._of(owner))
         self._limits.check("kept_sweep_bytes", used + more, "bytes of resumable sweeps", "resume")
 

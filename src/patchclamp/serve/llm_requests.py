@@ -1,7 +1,7 @@
 """Programs in the requests of a `vllm.LLM`: `SamplingParams(extra_args={"patchclamp": program})`.
 
-The sites are proved before the first program, and again after the weights of the model were updated. Each completion of
-the outputs has its `Run` as `completion.patchclamp`, also without a program if the engine has probes of its own.
+The sites are proved before the first program, and again after the model's weights were updated. Each completion has its
+`Run` as `completion.patchclamp`, even without a program if the engine has its own probes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from patchclamp.serve.program_call import prompt_in
 
 
 def added(engine: Any, stock: Any, name: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> str:
-    """Run `LLMEngine.add_request` of an engine with patchclamp, with the program in `params.extra_args`."""
+    """Run `LLMEngine.add_request` with the program in `params.extra_args`, on an engine with patchclamp."""
     extra = getattr(params, "extra_args", None) or {}
     has_program = any(map(is_ours, extra))
     has_run = has_program or bool(monitors_of_config(engine.vllm_config))
@@ -57,7 +57,7 @@ def added(engine: Any, stock: Any, name: str, prompt: Any, params: Any, *args: A
 
 
 def _program_in(extra: dict[str, Any], always_on: list[Probe]) -> Program:
-    """The program in a request's `extra_args`: a `Program`, its dictionary or JSON, and fuzzing options."""
+    """Read the program in a request's `extra_args`: a `Program`, its dictionary or JSON, and fuzzing options."""
     check_words(extra, "extra_args")
     given = extra.get(KEY, {})
     try:
@@ -83,7 +83,7 @@ def _check(params: Any) -> None:
 def _bound(
     lm: ProvedLM, offline: OfflineEngine, program: Program, prompt: Any, params: Any
 ) -> tuple[Request, bytes | None]:
-    """The request of a program bound to a prompt, and the encoded program."""
+    """Bind a program to a prompt. Return the request and the encoded program."""
     ids, text, images = prompt_in(prompt) if program else ([], None, [])
     longest = lm.model.max_model_len - len(ids)
     max_tokens = min(params.max_tokens or longest, longest)

@@ -1,7 +1,7 @@
 """Scores of a server's own probes (`--probe`), which score every request: in responses, metrics, and a log on disk.
 
 `MonitoredCall` adds scores to the response of one HTTP request. `ScoreWatch` counts all scores for Prometheus, and
-gives those of a sample of requests to a `ScoreLog`, which writes them on a thread of its own.
+passes the scores of a sample of requests to a `ScoreLog`, which writes them on its own thread.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from patchclamp.serve.capture_files import data_event, finite
 
 BUCKETS = (-100.0, -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
            0.97, 0.99, 1.0, 3.0, 10.0, 30.0, 100.0)  # fmt: skip
-MAX_QUEUED = 1 << 22  # numbers that wait to be written; tokens beyond are dropped, and counted
-FLUSH_ROWS = 1 << 14  # of a row group of a Parquet file
-FLUSH_NUMBERS = 1 << 20  # of a row group, for probes with many outputs
-DIGITS = 6  # of the number of a file
+MAX_QUEUED = 1 << 22  # scores queued for writing; tokens beyond this limit are dropped and counted
+FLUSH_ROWS = 1 << 14  # rows per Parquet row group
+FLUSH_NUMBERS = 1 << 20  # scores per row group, for probes with many outputs
+DIGITS = 6  # in a file's number
 COLUMNS = ("time", "request", "choice", "position", "token")  # of the log, beside the probes
 logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 
 
 class MonitoredCall:
-    """The scores of the choices of one HTTP request."""
+    """The scores of one HTTP request's choices."""
 
     def __init__(self, log: MonitorLog) -> None:
         self._log, self._next = log, 0
         self._runs: dict[int, tuple[Choices, int]] = {}  # of each choice: those of its engine request, its index there
 
     def enter(self, request: str, choices: int, first: int | None = None) -> str:
-        """Collect the scores of an engine request, and return the name to submit it under: clients may give several
-        requests one name (`X-Request-Id`). `first`: the index of its first choice in the response; None: after those of
-        earlier requests."""
+        """Collect an engine request's scores, and return a unique name to submit it under: clients may reuse a name
+        (`X-Request-Id`). `first`: the index of its first choice in the response; None: after earlier requests'
+        choices."""
         first = self._next if first is None else first
         self._next = first + choices
         name = f"{request}-{secrets.token_hex(8)}"
@@ -61,13 +61,13 @@ class MonitoredCall:
         return name
 
     def limit(self, choice: int, end: int) -> None:
-        """Hold back the scores of a choice from position `end` on."""
+        """Withhold a choice's scores from position `end` on."""
         runs, index = self._runs[choice]
         runs.setdefault(index, MonitoredRun()).end = end
 
     def _add_to(self, choice: dict[str, Any]) -> None:
-        """Add the scores since the last call to a choice of the response. Of a probe that its program has too, the
-        program's are there already."""
+        """Add the scores since the last call to a choice of the response. Scores of the program's own probes take
+        precedence."""
         runs, index = self._runs.get(choice["index"], (Choices(), 0))
         begin, products = runs.setdefault(index, MonitoredRun()).news()
         if len(products):
@@ -75,7 +75,7 @@ class MonitoredCall:
             own["probes"] = as_json(self._log.monitors, begin, products) | own.get("probes", {})
 
     async def told(self, response: Response) -> Response:
-        """A response with the scores of its choices."""
+        """Add the scores of its choices to a response."""
         if isinstance(response, StreamingResponse):
             chunks: Any = response.body_iterator
             response.body_iterator = self._told(chunks)
@@ -105,7 +105,7 @@ current: ContextVar[MonitoredCall | None] = ContextVar("patchclamp monitored cal
 
 
 def as_json(monitors: Sequence[Monitor], first: int, products: np.ndarray) -> dict[str, Any]:
-    """The scores of consecutive tokens as JSON, by the name of the probe; null for a number that is not finite."""
+    """Return the scores of consecutive tokens as JSON, by probe name; null for non-finite values."""
     positions = list(range(first, first + len(products)))
     return {
         each.probe.name: {"positions": positions, "scores": finite(each.scores(products).tolist())}
@@ -117,7 +117,7 @@ def as_json(monitors: Sequence[Monitor], first: int, products: np.ndarray) -> di
 
 
 class ScoreWatch:
-    """Counts the scores of all requests of a model, and logs those of a sample of them."""
+    """Counts the scores of all of a model's requests, and logs the scores of a sample."""
 
     def __init__(
         self, monitors: Sequence[Monitor], model: str, log: ProbeLog, process: int,
@@ -157,7 +157,7 @@ class ScoreWatch:
 
 
 def watch_of(engine: AsyncEngine, model: str, log: ProbeLog) -> None:
-    """Count the scores of all requests of an engine from now on, and log them."""
+    """Start to count and log the scores of all of an engine's requests."""
     process = engine.process_index + 1 if engine.api_processes > 1 else 0
     engine.monitor_log.watch = ScoreWatch(engine.monitors, model, log, process, engine.tokens_of)
 
@@ -178,7 +178,7 @@ Row = tuple[str, int, list[int | None], int, np.ndarray]  # request, choice, tok
 
 
 class ScoreLog:
-    """Writes scores to numbered files, JSON lines or Parquet, each up to a size, and keeps the newest ones."""
+    """Writes scores to numbered files of limited size (JSON lines or Parquet), and keeps the newest files."""
 
     def __init__(
         self, asked: ProbeLog, monitors: Sequence[Monitor], dropped: Callable[[int], None], process: int
@@ -276,7 +276,7 @@ class ScoreLog:
         return is_closed
 
     def _lines(self, row: Row) -> Iterator[dict[str, Any]]:
-        """A line for each token: its scores by all probes, layers joined."""
+        """Yield one line per token: its scores from all probes, layers concatenated."""
         name, choice, tokens, first, products = row
         now = round(time.time(), 3)
         scores = {each.probe.name: finite(np.moveaxis(each.scores(products), -2, 0).reshape(len(products), -1).tolist())

@@ -1,6 +1,6 @@
 """vLLM's completion routes with a `patchclamp` object in their requests and responses, and programs as models.
 
-Requests with neither are passed to vLLM's functions unchanged, and so are their responses.
+Other requests, and their responses, pass through vLLM's functions unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Endpoint = Callable[..., Awaitable[Response]]
 
 
 def attach(app: Any) -> None:
-    """Add routes before vLLM's that call its functions. Raises `SeamMoved` for a function with another signature."""
+    """Add routes, ahead of vLLM's own, that call its functions. Raises `SeamMoved` if a signature differs."""
     stock = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
     for path, seam in SEAMS.items():
         seam.compare(inspect.signature(stock[path].endpoint) if path in stock else None)
@@ -103,7 +103,7 @@ def _with_programs(stock: Endpoint) -> Endpoint:
                 call.leave(front.kept)
 
     async def scored(request: Any, raw_request: Request) -> Response:
-        """The response with the scores of the server's own probes."""
+        """Return the response with the scores of the server's own probes."""
         front: Front = raw_request.app.state.patchclamp
         if not front.shows_scores or getattr(request, "use_beam_search", False):
             return await route(request, raw_request)
@@ -120,7 +120,7 @@ def _with_programs(stock: Endpoint) -> Endpoint:
 
 
 async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
-    """The call in a request's model name, `patchclamp` object or `vllm_xargs`; None if it has no program."""
+    """Return the call in a request's model name, `patchclamp` object or `vllm_xargs`; None if it has no program."""
     extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
     has_object, variant = "patchclamp" in extra, None
     front, owner = caller(raw_request)
@@ -156,7 +156,7 @@ async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
 
 
 def _chat_of(body: dict[str, Any]) -> Chat:
-    """The messages and template options of a chat request."""
+    """Return the messages and template options of a chat request."""
     options = {name: body[name] for name in (*TOLD, "reasoning_effort") if body.get(name) is not None}
     return chat_of(body["messages"], {**(body.get("chat_template_kwargs") or {}), **options})
 
@@ -171,7 +171,7 @@ async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Re
 
 
 async def _twin(stock: Endpoint, request: Any, raw_request: Request) -> Any:
-    """The unedited answer, or None if the client disconnected."""
+    """Return the unedited answer, or None if the client disconnected."""
     monitoring.current.set(None)  # in this task: the scores are those of the edited answer
     response = await stock(request=request.model_copy(update={"vllm_xargs": None}), raw_request=raw_request)
     return None if response is None else json.loads(bytes(response.body))
@@ -192,8 +192,8 @@ async def _whole(response: Response, call: ProgramCall, front: Front, twin: Any)
 
 
 async def _streamed(response: StreamingResponse, raw_request: Request, call: ProgramCall, front: Front) -> Response:
-    """A stream whose last chunk is the `patchclamp` object. Errors of the program are found before the first chunk, and
-    are returned as error responses."""
+    """Return a stream whose last chunk is the `patchclamp` object. Program errors are detected before the first chunk,
+    and returned as error responses."""
     await call.bound()
     chunks: Any = response.body_iterator
     first = _text(await anext(chunks, ""))
@@ -241,7 +241,7 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
 
 
 async def _with_readouts(chunk: str, call: ProgramCall) -> str:
-    """A chunk of a stream with the readouts of its tokens, which are those since the last chunk of its choice."""
+    """Add to a stream's chunk the readouts of its tokens since the same choice's previous chunk."""
     if not call.parts or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])
@@ -259,13 +259,13 @@ def _text(chunk: str | bytes | memoryview) -> str:
 
 
 def _facts_of(chunk: str) -> dict[str, Any]:
-    """The fields that all chunks of an answer share."""
+    """Return the fields that all chunks of an answer share."""
     whole = json.loads(chunk[6:]) if chunk.startswith("data: {") else {}
     return {name: whole[name] for name in ("id", "object", "created", "model") if name in whole}
 
 
 def _of_model(chunk: str, variant: Variant | None) -> str:
-    """A chunk of a stream, with the requested model in its `model` field."""
+    """Set the `model` field of a stream's chunk to the requested model."""
     if variant is None or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])

@@ -1,8 +1,8 @@
-"""Programs in requests to vLLM's completion routes: from the `patchclamp` object of a request to that of its response.
+"""Programs in requests to vLLM's completion routes: from a request's `patchclamp` object to its response's.
 
 A `ProgramCall` reads the object. `edited` replaces vLLM's `generate`: it binds the program to each prompt, runs it, and
-adds the runs to the call. `ProgramCall.answer` describes them in the response. Variants are stored programs that are
-served to their owner as the model `MODEL:NAME`, or mixed as `MODEL:0.3 calm + 0.2 honest` (`Program.parse`).
+adds the runs to the call. `ProgramCall.answer` describes them in the response. Variants are stored programs, served to
+their owner as the model `MODEL:NAME`, or mixed as `MODEL:0.3 calm + 0.2 honest` (`Program.parse`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from patchclamp.stream import RunWatch
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """A request's model that is a stored program, or a mix of some, on a base model.
+    """A request's model that is a stored program, or a mix of stored programs, on a base model.
 
     asked: the model as named in the request
     model: the base model
@@ -64,14 +64,14 @@ class Variant(msgspec.Struct, frozen=True):
     uses: Program
 
     def said_of(self, error: PatchclampError) -> PatchclampError:
-        """The error with a note that its path counts the variant's edits first."""
+        """Return the error with a note that its path counts the variant's edits first."""
         edits = len(self.program.edits)
         return type(error)(f"{error.message} (the first {edits} edits are those of the model {self.asked})", error.path)
 
 
 async def split_variant(asked: Any, models: Any) -> tuple[str, str] | None:
-    """The base model and the rest in `MODEL:NAME` or `MODEL:MIX`; None for a model of vLLM or an unknown base model.
-    `models`: vLLM's `OpenAIServingModels`."""
+    """Split `MODEL:NAME` or `MODEL:MIX` into the base model and the rest; None for a vLLM model or an unknown base
+    model. `models`: vLLM's `OpenAIServingModels`."""
     if not isinstance(asked, str) or ":" not in asked:
         return None
     known = {card.id for card in (await models.show_available_models()).data}
@@ -81,8 +81,8 @@ async def split_variant(asked: Any, models: Any) -> tuple[str, str] | None:
 
 
 async def variant_of(asked: Any, models: Any, kept: KeptObjects, owner: str) -> Variant | None:
-    """The variant that a request's `model` names, if any. Raises `MissingSource` if the owner has no such program, and
-    `ProgramError` for a mix that cannot be read."""
+    """Return the variant that a request's `model` names, if any. Raises `MissingSource` if the owner has no such
+    program, and `ProgramError` for a malformed mix."""
     if (words := await split_variant(asked, models)) is None:
         return None
     try:
@@ -100,7 +100,7 @@ async def variant_of(asked: Any, models: Any, kept: KeptObjects, owner: str) -> 
 
 
 def with_variants(cards: list[dict[str, Any]], kept: KeptObjects, owner: str) -> list[dict[str, Any]]:
-    """The cards of vLLM's models, followed by one for each variant of the first model."""
+    """Return vLLM's model cards, followed by a card for each variant of the first model."""
     first = cards[0]
     return cards + [
         {**first, "id": f"{first['id']}:{name}", "root": first["id"], "parent": first["id"], "owned_by": "patchclamp"}
@@ -124,16 +124,16 @@ class ProgramCall:
     program: its edits and captures; the variant's edits come first
     condition: the condition that ends its runs (`stop_when`), or None; its probes are in the program
     owner: the owner of the request
-    name: the name to store its runs under, if given; otherwise each run gets its own
+    name: the name to store its runs under, if given; otherwise each run gets a unique name
     keep: store the captures for later requests
     compare: also return the unedited answer
-    tokens: return its tokens as texts, and where each edit acted
+    tokens: return the tokens as texts, and the positions where each edit acted
     variant: the program that is the request's model, or None
     chat: the messages and template options of a chat prompt
-    runs: (name, run) of each choice of the answer, by index
-    parts: the parts, with their readouts, that come with the next chunk of a choice in a stream, by index
+    runs: the (name, run) of each choice, by index
+    parts: by choice, the parts whose readouts go into the next chunk of a stream
     error: the error that ended it
-    records: the records of the program at all prompts
+    records: the program's records over all prompts
     bindings: the program bound to each distinct prompt
     on_own_route: True on patchclamp's routes, whose responses have room for every result
     """
@@ -212,12 +212,12 @@ class ProgramCall:
         return self.program.fingerprint
 
     def next_prompt(self) -> int:
-        """The index of the next prompt that vLLM's route runs."""
+        """Return the index of the next prompt that vLLM's route runs."""
         self._prompts += 1
         return self._prompts - 1
 
     def is_quick(self, tokens: int) -> bool:
-        """True if binding the program to one more prompt, after those before it, takes milliseconds."""
+        """True if binding the program to the prompts so far and one more takes only milliseconds."""
         ops = [op for _, op in self.program.ops]
         if any(isinstance(op, Use) for op in ops):  # a stored program has up to 10,000 edits
             return False
@@ -235,14 +235,14 @@ class ProgramCall:
             raise
 
     def bind_later(self, job: Callable[[], Binding]) -> int:
-        """Queue a job for `bound` and return its index there."""
+        """Queue a job for `bound` and return the index of its binding."""
         assert self._binding is None
         self._unbound.append(job)
         return len(self._unbound) - 1
 
     async def bound(self) -> list[Binding]:
-        """Run the queued jobs once, off the event loop's thread, and return their bindings to every caller. Raises
-        the errors of binding; then no run of the call has begun, except those bound immediately."""
+        """Run the queued jobs once, off the event loop's thread, and return their bindings to every caller. Raises any
+        binding error; by then, only runs that were bound immediately have started."""
         if self._binding is None:
             if not self._unbound:
                 return []
@@ -271,8 +271,8 @@ class ProgramCall:
         return self.error is None and len(self.runs) == self.began
 
     async def answer(self, kept: KeptObjects, most: int | None = None) -> dict[str, Any]:
-        """The response's `patchclamp` object. Frees inline captures that are not to be kept. `most`: the maximum number
-        of base64 characters of inline captures per run; None for no limit."""
+        """Return the response's `patchclamp` object. Frees inline captures that are not kept. `most`: the limit on
+        base64 characters of inline captures per run, or None."""
         answer: dict[str, Any] = {
             "fingerprint": await asyncio.to_thread(lambda: self.fingerprint),
             "runs": [await self._run_answer(choice, *self.runs[choice], most) for choice in sorted(self.runs)],
@@ -289,7 +289,7 @@ class ProgramCall:
         return answer
 
     def facts(self) -> dict[str, Any]:
-        """The fields of its line in the server's log."""
+        """Return the fields of the call's log line."""
         runs = [run for _, run in self.runs.values()]
         return {
             "fingerprint": self.fingerprint, "runs": len(runs),
@@ -341,7 +341,7 @@ class ProgramCall:
 
 
 def lens_bytes(program: Program, bound: BoundProgram) -> int:
-    """The approximate size of what a program's lenses and SAEs may find, in bytes."""
+    """Estimate the size of a program's lens and SAE results, in bytes."""
     tops = {path: op.top for path, op in program.ops if isinstance(op, Lens)}
     tops |= {path: op.top or len(op.ids or ()) for path, op in program.ops if isinstance(op, Features)}
     return sum(
@@ -351,8 +351,7 @@ def lens_bytes(program: Program, bound: BoundProgram) -> int:
 
 
 def probe_answers(run: Run) -> dict[str, Any]:
-    """The results of a run's probes as JSON; null for a number that is not finite, and for a pooled result where no
-    token was selected."""
+    """Return a run's probe results as JSON; null for non-finite values, and for a pooled result over no tokens."""
     answers, probes = dict[str, Any](), run.program.probes
     for name in run.probes:
         _, positions, _ = run.probe_layout(name)
@@ -363,7 +362,7 @@ def probe_answers(run: Run) -> dict[str, Any]:
 
 
 def lens_answers(lenses: Mapping[Any, LensResult]) -> dict[str, Any]:
-    """The results of lenses as JSON, by site."""
+    """Return the results of lenses as JSON, by site."""
     return {
         str(site): {"positions": read.positions, "ids": read.ids.tolist(), "tokens": read.tokens,
                     "logprobs": finite(read.logprobs.tolist())}
@@ -380,7 +379,7 @@ def feature_answers(features: Mapping[str, FeaturesResult]) -> dict[str, Any]:
 
 
 def readouts_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """The readouts of consecutive parts as JSON, like `probe_answers`, `lens_answers` and `feature_answers`."""
+    """Return the readouts of consecutive parts as JSON, like `probe_answers`, `lens_answers` and `feature_answers`."""
     scored = {name: [part.scores[name] for part in parts] for name in parts[0].scores}
     probes = {
         name: {"positions": [at for each in every for at in each.positions],
@@ -394,7 +393,7 @@ def readouts_of(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def in_request(error: PatchclampError) -> PatchclampError:
-    """The same error with its path in the HTTP request: `edits[0].at` becomes `patchclamp.edits[0].at`."""
+    """Return the same error with its path in the HTTP request: `edits[0].at` becomes `patchclamp.edits[0].at`."""
     first = (error.path or "").partition(".")[0].partition("[")[0]
     return error.under("patchclamp") if first in FIELDS else error
 
@@ -403,13 +402,13 @@ current: ContextVar[ProgramCall | None] = ContextVar("patchclamp call", default=
 
 
 class Records:
-    """Counts the records of a request while its program is bound: those of all prompts, each `n` times."""
+    """Counts a request's records while its program is bound: over all prompts, each `n` times."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits, self._total, self._prompts, self._stopped = limits, 0, 0, False
 
     def of_prompt(self, n: int) -> Callable[[int], None]:
-        """Return a counter of the records of another prompt with `n` runs. Over the limit, it raises `TooLarge`."""
+        """Return a counter for another prompt's records, with `n` runs. It raises `TooLarge` over the limit."""
         self._prompts += 1
         prompts = f"{self._prompts} prompt{'s' if self._prompts > 1 else ''}"
 
@@ -429,7 +428,8 @@ class Records:
 def of_extra_args(
     extra: dict[str, Any], owner: str, kept: KeptObjects, variant: Variant | None = None, on_own_route: bool = False
 ) -> ProgramCall:
-    """The call of a request's `extra_args` (`vllm_xargs`): a JSON string under `patchclamp`, and fuzzing options."""
+    """Read the call in a request's `extra_args` (`vllm_xargs`): a JSON string under `patchclamp`, and fuzzing
+    options."""
     data = extra.get("patchclamp", {})
     if isinstance(data, str):
         kept.limits.check("json_values", data.count(","), "values of a program", "vllm_xargs.patchclamp")
@@ -445,8 +445,8 @@ def of_extra_args(
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
     """Run vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
-    errors of a program are raised immediately: vLLM logs later errors of a stream, and they may quote the prompt. On
-    vLLM's own routes an error is converted to one of vLLM's, with the same status."""
+    program errors are raised immediately: vLLM logs later errors of a stream, which may quote the prompt. On vLLM's own
+    routes, errors are converted to vLLM's, with the same status."""
     call, front = current.get(), front_of(client)
     if call is None:
         with _resending_images(client, prompt), _as_vllm_errors(front):
@@ -459,7 +459,7 @@ def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, *
 
 @contextlib.contextmanager
 def _resending_images(client: Any, prompt: Any) -> Iterator[None]:
-    """After a failure, makes vLLM resend the prompt's images, which the engine core may not have received."""
+    """Make vLLM resend the prompt's images after a failure, as the engine core may not have received them."""
     try:
         yield
     except Exception:
@@ -480,7 +480,7 @@ def _as_vllm_errors(front: Front) -> Iterator[None]:
 async def _on_stock_route(
     front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: ProgramCall, others: dict[str, Any]
 ) -> AsyncIterator[Any]:
-    """The outputs of a request on one of vLLM's own routes, with the `patchclamp` object in the last one."""
+    """Yield the outputs of a request on one of vLLM's own routes, with the `patchclamp` object in the last output."""
     is_answered = False
     try:
         with _resending_images(front.engine.client, prompt), _as_vllm_errors(front):
@@ -497,9 +497,9 @@ async def _on_stock_route(
 
 
 def _stock_call(front: Front, params: Any, request_id: str) -> ProgramCall:
-    """The call in the `extra_args` of a request on one of vLLM's own routes. Raises `ProgramError` for options that
-    vLLM's responses cannot carry, and for any program if the server has API keys: vLLM does not authenticate some of
-    its routes, and none identifies a request's owner."""
+    """Read the call in the `extra_args` of a request on one of vLLM's own routes. Raises `ProgramError` for options
+    that vLLM's responses cannot carry, and for any program if the server has API keys: vLLM does not authenticate all
+    of its routes, and none identifies a request's owner."""
     call = of_extra_args(dict(params.extra_args or {}), OPEN, front.kept)
     if front.has_keys:
         raise ProgramError(
@@ -523,7 +523,7 @@ def _bound(
     front: Front, stock: Any, prompt: Any, params: Any, request_id: str, call: ProgramCall, number: int,
     others: dict[str, Any],
 ) -> AsyncIterator[Any]:  # fmt: skip
-    """vLLM's outputs for prompt `number` of a call, each run with its program. Raises the errors of binding."""
+    """Return vLLM's outputs for prompt `number` of a call, each run with its program. Raises any binding error."""
     extra = params.extra_args or {}
     params.extra_args = {name: value for name, value in extra.items() if not is_ours(name)} or None
     if not call.program:
@@ -575,8 +575,7 @@ def _binder(front: Front, call: ProgramCall, prompt: Any, params: Any) -> Callab
 
 
 class ProgramRun:
-    """One run of a prompt to which the call's program is bound: number `index` of its `n`, and choice `choice` of the
-    response."""
+    """One run of a prompt with the call's program: sample `index` of its `n`, and choice `choice` of the response."""
 
     def __init__(
         self, front: Front, call: ProgramCall, binding: Binding, prompt: Any, params: Any, index: int, choice: int
@@ -607,7 +606,7 @@ class ProgramRun:
         return Run(lm, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """vLLM's outputs. The run is added to the call before the last one is yielded."""
+        """Return vLLM's outputs. The run is added to the call before the last output is yielded."""
         if self._call.monitored is not None:
             name = self._call.monitored.enter(name, 1, self._choice)
         ended = self._take if self._watch is None else self._hold
@@ -617,12 +616,12 @@ class ProgramRun:
         return outputs if self._watch is None else self._watched(outputs, self._watch)
 
     def _hold(self, output: Any, ids: list[int]) -> None:
-        """Keep the captures of a run that has ended, and is added to the call once its last readouts are read."""
+        """Keep an ended run's captures; the run is added to the call once its last readouts are read."""
         self._is_taken = True
 
     async def _watched(self, outputs: AsyncGenerator[Any, None], watch: RunWatch) -> AsyncGenerator[Any, None]:
-        """The outputs with the readouts of their tokens, each one step later, when these exist, up to the token where
-        the condition held. Of a request that is not streamed, the last one."""
+        """Yield outputs with their tokens' readouts, which exist one step later, up to the token where the condition
+        held. Without streaming, yield only the last output."""
         in_parts, held, sent = self.has_readouts, list[Any](), [0, ""]  # the tokens and the text that were yielded
         try:
             with self._call.noting_errors():
@@ -654,7 +653,7 @@ class ProgramRun:
                 self._front.engine.release([self._request.run])
 
     def _cut(self, output: Any, ids: list[int], reason: str, sent: list[Any]) -> None:
-        """Make an output the last one, of a run that generated `ids`."""
+        """Make an output the last one of a run that generated `ids`."""
         last, count = output.outputs[0], len(ids) - sent[0]
         text = self._front.engine.decoded(self._request.prompt_token_ids, self._params, ids)
         last.token_ids, last.text = list(last.token_ids[:count]), text[len(sent[1]) :]
@@ -663,7 +662,7 @@ class ProgramRun:
         output.finished = True
 
     def _readable(self, output: Any, sent: list[Any], watch: RunWatch) -> Any:
-        """An output of a stream, with the readouts of its tokens for `_publishing`."""
+        """Return a stream's output with its tokens' readouts, for `_publishing`."""
         last = output.outputs[0]
         sent[:] = sent[0] + len(last.token_ids), sent[1] + last.text
         if self._call.monitored is not None:
@@ -698,7 +697,7 @@ class ProgramRun:
 
 
 def prompt_in(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
-    """The token ids, text (or None) and image positions of a prompt in the form that vLLM's routes pass."""
+    """Return the token ids, text (or None) and image positions of a prompt in the form of vLLM's routes."""
     if not isinstance(prompt, dict) or not isinstance(prompt.get("prompt_token_ids"), list):
         raise ProgramError("a program requires a prompt of text or token ids")
     kind = prompt.get("type", "token")
@@ -710,7 +709,7 @@ def prompt_in(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
 
 
 async def _publishing(call: ProgramCall, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-    """Outputs of a stream, whose readouts are added to the call for the chunk that each becomes."""
+    """Yield a stream's outputs, adding each one's readouts to the call for the chunk that it becomes."""
     async for output in outputs:
         choice, part = vars(output).pop("patchclamp")
         call.parts.setdefault(choice, []).append(part)

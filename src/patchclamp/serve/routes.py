@@ -60,7 +60,7 @@ router: APIRouter = APIRouter(
 
 
 def caller(request: Request) -> tuple[Front, str]:
-    """The front, and the owner of the request."""
+    """Return the front and the request's owner."""
     front: Front = request.app.state.patchclamp
     return front, owner_of(request.headers.get("Authorization"), front.has_keys)
 
@@ -116,7 +116,7 @@ model_router: APIRouter = APIRouter(prefix="/v1/patchclamp", tags=["patchclamp"]
 
 @model_router.get("")
 async def read_model(request: Request) -> schema.ServedModel:
-    """Return the model, the versions, and the limits of one caller."""
+    """Return the model, the versions, and the limits per caller."""
     front, _ = caller(request)
     model, limits = front.engine.model, front.limits
     return schema.ServedModel(
@@ -252,7 +252,7 @@ async def delete_program(name: ProgramName, request: Request) -> Deleted:
 
 
 def _read_program(front: Front, body: bytes, name: str, owned: Owned) -> Program:
-    """The program of a body. Raises its errors that do not depend on a prompt, so that it is not stored."""
+    """Read a body's program. Raises errors that do not depend on a prompt, before the program is stored."""
     program = as_entry(Program.from_json(body))
     assert isinstance(program, Program)
     front.limits.check("program_ops", len(program.edits), "ops of the program", "edits")

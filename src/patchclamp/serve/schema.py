@@ -409,7 +409,7 @@ MAX_MESSAGE = 2000  # characters of an error message in a response; a message ma
 
 
 def error_object(error: PatchclampError) -> dict[str, Any]:
-    """The body of an error response."""
+    """Return the body of an error response."""
     message, path = (_sendable(text) for text in (str(error), error.path or ""))
     return {"error": {"message": message, "type": type(error).__name__, "param": path or None, "code": error.status}}
 

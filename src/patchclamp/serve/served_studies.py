@@ -48,7 +48,7 @@ router: APIRouter = APIRouter(
 
 
 def served(name: str) -> type[Study]:
-    """The study of a path. Raises `MissingSource` if it is unknown, `UnsupportedStudy` if servers do not run it."""
+    """Look up a study by path. Raises `MissingSource` if it is unknown, `UnsupportedStudy` if servers do not run it."""
     if name not in KINDS:
         raise MissingSource(f"unknown study {name!r:.100}{near(name, KINDS)}; available: {', '.join(KINDS)}", "study")
     if KINDS[name].not_served:
@@ -57,12 +57,12 @@ def served(name: str) -> type[Study]:
 
 
 def fields_of(kind: type[Study]) -> dict[str, StudyField]:
-    """The fields that a request may have."""
+    """Return the fields that a request may have."""
     return {name: field for name, field in kind.fields().items() if field.arg.served}
 
 
 def schema_of(kind: type[Study]) -> dict[str, Any]:
-    """The JSON schema of a study's body."""
+    """Return the JSON schema of a study's body."""
     properties: dict[str, Any] = {}
     for name, field in fields_of(kind).items():
         properties[name] = {"description": field.doc}
@@ -76,7 +76,7 @@ def schema_of(kind: type[Study]) -> dict[str, Any]:
 
 
 def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str | None]:
-    """The study of a body, and its `resume` name or None. Raises `ProgramError` or a subclass if it is invalid."""
+    """Read a body's study, and its `resume` name or None. Raises `ProgramError` or a subclass if it is invalid."""
     try:
         asked = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -102,19 +102,19 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
 
 
 def _leaves(value: Any) -> int:
-    """The number of items of a list, and of the lists in it."""
+    """Count the items of a list and of its nested lists."""
     return sum(map(_leaves, value)) if isinstance(value, list) else 1
 
 
 def _count(prompts: Any) -> int:
-    """The number of prompts; a list of token ids is one prompt."""
+    """Count prompts; a list of token ids is one prompt."""
     if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
         return int(isinstance(prompts, (str, list)))
     return len(prompts)
 
 
 def owners_lm(front: Front, owner: str) -> LM:
-    """An `LM` on the server's engine with an owner's stored vectors and programs in its bank."""
+    """Return an `LM` on the server's engine with an owner's stored vectors and programs in its bank."""
     lm = LM(front.lm.model.name, engine=front.engine)
     for name, entry in front.kept.owned(owner).items():
         lm.bank[name] = entry
@@ -126,7 +126,7 @@ def owners_lm(front: Front, owner: str) -> LM:
 
 @router.get("/studies")
 async def list_studies(request: Request) -> StudyList:
-    """List the studies, with the schema of the body of each, or the reason why the server does not run it."""
+    """List the studies, each with its body's schema or the reason why the server does not run it."""
     caller(request)
     return StudyList(studies=[
         StudyCard(name=name, summary=(kind.__doc__ or "").split("\n", 1)[0], not_served=kind.not_served or None,
@@ -253,12 +253,12 @@ class RunningStudy(ClientWork, Reporter):
         self.put(("cells", {"cells": [[*self._place(cell), cell.value] for cell in cells]}))
 
     def _place(self, cell: Cell) -> list[int]:
-        """The indices of a cell's site, layer and column in the grid."""
+        """Return the indices of a cell's site, layer and column in the grid."""
         layer = 0 if cell.layer is None else self._places[cell.layer]
         return [self._places[cell.panel], layer, self._places[cell.column]]
 
     def _spread(self, sweep: Sweep) -> dict[str, Any]:
-        """The indices of every cell with its fields of `Spread`, and its value in each pair of prompts."""
+        """Return each cell's indices, its fields of `Spread`, and its value for each prompt pair."""
         run = ~np.isnan(sweep.values)
         fields = [name for name in Spread._fields if getattr(sweep, name) is not None]
         numbers = [getattr(sweep, name)[run].tolist() for name in fields]
@@ -282,7 +282,7 @@ def check_sweep(limits: Any, plan: GridPlan) -> None:
 
 
 def _side_by_side(of: Sweep | Pair) -> dict[str, Any]:
-    """The metric, the graded tokens and the columns of both sides of a pair, or of the first one of a sweep."""
+    """Return the metric, graded tokens and columns of both sides of a pair, or of a sweep's first pair."""
     names = ("clean", "corrupt", "answer", "foil", "clean_tokens", "corrupt_tokens", "skipped", "columns")
     return {name: getattr(of, name) for name in names}
 

@@ -38,7 +38,7 @@ OPEN = "open"  # the owner on servers without API keys: anyone who knows the nam
 
 
 def owner_of(authorization: str | None, has_keys: bool) -> str:
-    """The owner of a request with that `Authorization` header, whose key vLLM checks on the routes that it guards.
+    """Return the owner of a request with this `Authorization` header. vLLM checks its key on the routes that it guards.
     Raises `NoKey` if the server has keys and the request has none, because vLLM does not guard every route."""
     if not has_keys:
         return OPEN
@@ -61,7 +61,7 @@ def log(event: str, owner: str, **facts: Any) -> None:
 
 
 def of_error(error: PatchclampError) -> dict[str, Any]:
-    """The loggable fields of an error: its class, its status, and the op of the program that caused it."""
+    """Return the loggable fields of an error: its class, its status, and the op of the program that caused it."""
     op = OP.search(error.path or "")
     return {"error": type(error).__name__, "status": error.status, "op": op[0] if op else None}
 
@@ -72,8 +72,8 @@ GRACE_S = 3.0  # for a client to reconnect after its connection closed
 
 class Leases:
     """Leases of client sessions (`owner-session`): a client's captures are freed when its heartbeat stops. The engine
-    cores store the time of the last heartbeat, so any API process can receive it. `hear` is called periodically, to
-    receive the notes of other processes."""
+    cores store the time of the last heartbeat, so any API process can receive a heartbeat. `hear` is called
+    periodically to receive other processes' notes."""
 
     def __init__(self, engine: AsyncEngine, lease_s: float, hear: Callable[[], Awaitable[None]]) -> None:
         self._engine, self._lease_s, self._hear = engine, lease_s, hear
@@ -85,7 +85,7 @@ class Leases:
         self._engine.renew(session)
 
     def extend(self, session: str) -> None:
-        """Keep a client's lease for `BEAT_S` at least: a batch may be read before its client's heartbeat, or after the
+        """Keep a client's lease for at least `BEAT_S`: a batch may be read before its client's heartbeat, or after the
         client was killed."""
         self._engine.renew(session, self._lease_s - BEAT_S, extend=True)
 
@@ -103,7 +103,7 @@ class Leases:
         self._engine.renew(session, self._lease_s - GRACE_S)
 
     async def end(self, session: str) -> None:
-        """Ends a client's lease now."""
+        """End a client's lease now."""
         self._engine.renew(session, self._lease_s + 1)
         await self._engine.free_dead(self._lease_s)
 
@@ -121,24 +121,24 @@ MAX_VECTOR_BYTES = 1 << 17  # largest vectors of a cached binding
 
 
 class KnownBindings:
-    """Binds programs to prompts with their owners' banks and runs, and caches the bindings of repeated programs, once
-    for all prompts of one length. A change of the owner's bank invalidates its entries. Programs that read runs are not
-    cached."""
+    """Binds programs to prompts with their owners' banks and runs, and caches the bindings of repeated programs, one
+    for all prompts of equal length. A change to the owner's bank invalidates its entries. Programs that read runs are
+    not cached."""
 
     def __init__(self, lm: LM, kept: KeptObjects) -> None:
         self._lm, self._kept, self._lock = lm, kept, threading.Lock()
         self._known: dict[tuple[str, int, Program, int, int], Binding] = {}
 
     def of(self, owner: str, program: Program, run: str, prompt: Prompt, max_tokens: int) -> Binding:
-        """Bind a program to a prompt for the run of that key. Raises the errors of `bind`."""
+        """Bind a program to a prompt for the run with this key. Raises as `bind` does."""
         return self.job(owner, program, prompt, max_tokens)(run)
 
     def job(
         self, owner: str, program: Program, prompt: Prompt, max_tokens: int,
         count: Callable[[int], None] = lambda records: None,
     ) -> Callable[[str], Binding]:  # fmt: skip
-        """Return a function from a run's key to its binding, safe on any thread. Names are those the owner keeps now.
-        `count` is called with the number of records of each op; an exception that it raises ends binding."""
+        """Return a function from a run's key to its binding, safe on any thread. Names refer to the owner's current
+        objects. `count` is called with the number of records of each op; an exception that it raises ends binding."""
         owned = self._kept.owned(owner)
         version = self._kept.bank_version(owner)
 
@@ -163,14 +163,14 @@ class KnownBindings:
 
 
 class ReadoutReader:
-    """Reads the readouts of running requests, all that are due together, about once per step."""
+    """Reads all due readouts of running requests together, about once per step."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine, self._due = engine, list[tuple[RunWatch, asyncio.Future[None]]]()
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, watch: RunWatch) -> None:
-        """Read the readouts of a request so far."""
+        """Read a request's readouts so far."""
         read = asyncio.get_running_loop().create_future()
         self._due.append((watch, read))
         if self._task is None or self._task.done():
@@ -192,14 +192,14 @@ class Front:
     engine, lm: run programs beside the server's other requests. `lm` blocks when it reads captures: use it off the
         event loop's thread
     leases: the leases of client sessions
-    limits: the limits on the requests and the stored objects of one caller
+    limits: the limits on one caller's requests and stored objects
     kept: stored runs, vectors and programs, by owner
     bindings: binds programs to prompts, with a cache
     readouts: reads the probes, lenses and features of requests under way
-    waiting: by run, a function that aborts a client's request that has not started
-    journals: journals of sweeps, to resume them from
+    waiting: by run, a function that aborts a client's request before it starts
+    journals: the journals from which sweeps are resumed
     shows_scores: True if responses have the scores of the server's own probes
-    under_way: the number of studies and graded jobs that run, by owner
+    under_way: the number of running studies and grading jobs, by owner
     has_keys: True if callers are identified by API keys
     """
 
@@ -226,8 +226,7 @@ class Front:
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:
-        """Wait until the sites are proved, for the model's current weights. Raises the errors of starting or
-        proving."""
+        """Wait until the sites are proved, for the model's current weights. Raises any startup or proving error."""
         if self._proving.done() and self.engine.weights != self.engine.proved_weights:
             self._proving = asyncio.ensure_future(self._prove_sites())
         await asyncio.shield(self._proving)
@@ -265,10 +264,10 @@ class Front:
 
 
 class ClientWork:
-    """Work for a request on a thread of its own, for a response that sends the results as they arrive. It counts as
-    under way until its thread ends. `stop` makes the next report raise `RunError`.
+    """A request's work on its own thread, for a response that sends results as they arrive. It counts as under way
+    until the thread ends. `stop` makes the next report raise `RunError`.
 
-    event: the name of its line in the log · events: the results or an error, and None at the end
+    event: the name of its log line · events: the results or an error, and None at the end
     """
 
     event: ClassVar[str]
@@ -287,7 +286,7 @@ class ClientWork:
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """The fields of its line in the log."""
+        """Return the fields of its log line."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -303,7 +302,7 @@ class ClientWork:
         self._on_loop(self.events.put_nowait, result)
 
     def ended(self) -> None:
-        """Run on the event loop's thread at the end."""
+        """Finish on the event loop's thread, after the work has ended."""
         self.events.put_nowait(None)
         self.front.under_way[self.owner] -= 1
         log(self.event, self.owner, **self.facts(), took_s=round(time.perf_counter() - self._began_s, 6))
@@ -321,7 +320,7 @@ class ClientWork:
 
 
 def front_of(client: Any) -> Front:
-    """The front of an `AsyncLLM`, created at the first call."""
+    """Return the front of an `AsyncLLM`, created at the first call."""
     front = getattr(client, "patchclamp", None)
     if front is None:
         front = client.patchclamp = Front(client)

@@ -46,7 +46,7 @@ class TracedLM(ProvedLM):
         prompt: text or token ids; for several prompts, omit it and use `with t.invoke(prompt) as a:` for each
         edits: ops applied before the trace's own, such as `pc.Use(name)` of an `lm.edit(name)`
         stream: run when the trace is iterated, after the block: `for part in t`
-        The other arguments are those of `run`; an unknown one raises `UnknownName` with what to write instead.
+        Other arguments are as in `run`; an unknown name raises `UnknownName` and suggests a replacement.
 
         A line that no program can express raises at that line. A failed run raises at the end, naming its line.
         """

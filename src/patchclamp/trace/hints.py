@@ -1,4 +1,4 @@
-"""Hints for names of nnsight, nnterp and Transformers that a trace does not have, with what to write instead."""
+"""Hints for nnsight, nnterp and Transformers names that a trace lacks, each with a replacement."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ OF_TRACE = (*OF_INVOKE, "max_tokens", "edits", "logprobs", "lora", "stream")
 
 
 def hint(name: str, hints: dict[str, str]) -> ProgramError | None:
-    """The error for a name that has a hint, else None."""
+    """Return the error for a name that has a hint, else None."""
     return UnknownName(f"{name!r} is not available in a trace: {hints[name]}") if name in hints else None
 
 
@@ -95,7 +95,7 @@ def check_options(others: Iterable[str], call: str, known: Iterable[str], hints:
 
 
 def checked_names(function: Callable[P, R], call: str) -> Callable[P, R]:
-    """Wrap a function to refuse unknown arguments with what to write instead, as `lm.trace` does."""
+    """Wrap a function to refuse unknown arguments and suggest replacements, as `lm.trace` does."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
@@ -111,6 +111,6 @@ def checked_names(function: Callable[P, R], call: str) -> Callable[P, R]:
 
 
 def hints_for(known: Iterable[str]) -> list[str]:
-    """The names in `OPTIONS` whose advice mentions an argument of the call."""
+    """Return the names in `OPTIONS` whose advice mentions an argument of the call."""
     known = list(known)
     return [name for name, words in OPTIONS.items() if any(f"{one}=" in words for one in known)]

@@ -62,7 +62,7 @@ class Arithmetic:
         return self.clone()
 
     def check_to_come(self) -> None:
-        """Raise if the value will never be available, or not before a further step of the caller."""
+        """Raise if the value will never be available, or only after a further step by the caller."""
 
     def __add__(self, other: Any) -> Expression:
         return self.expression().plus(as_expression(other, "+"), 1.0)
@@ -132,13 +132,13 @@ class Arithmetic:
 
 
 def function_name(func: Any) -> str:
-    """The name of a torch function, `add` for `__add__`; the in-place versions are `add_` and `iadd`."""
+    """Return the name of a torch function, `add` for `__add__`; the in-place versions are `add_` and `iadd`."""
     return getattr(func, "__name__", str(func)).removeprefix("__").removesuffix("__")
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
-    """A binary Python operator with a traced value on either side. The left operand may be a tensor or an array, whose
-    own operator would call torch or NumPy again."""
+    """Return a binary operator with a traced value on either side. It calls the traced value's method: the operator of
+    a tensor or an array on the left would recurse into torch or NumPy."""
 
     def compute(a: Any, b: Any) -> Any:
         return getattr(a, f"__{name}__")(b) if isinstance(a, Arithmetic) else getattr(b, f"__r{name}__")(a)
@@ -245,7 +245,7 @@ class Expression(Arithmetic):
 
     @property
     def one_read(self) -> Entry | None:
-        """The read, if it is a single one, unscaled and with nothing added."""
+        """The read, if the expression is a single unscaled read with nothing added."""
         factors = [self.constant, *self.terms.values()]
         return next(iter(self.terms)) if not any(map(np.ndim, factors)) and factors == [0.0, 1.0] else None
 
@@ -286,7 +286,7 @@ def _combined(operation: Any, a: Number, b: Number) -> Number:
 
 
 def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
-    """Raise for an attribute that a tensor may have and a value of a trace does not."""
+    """Raise for an attribute that tensors may have and traced values lack."""
     if name.startswith("__"):
         raise AttributeError(name)
     in_place = {"add_": "+= value", "sub_": "-= value", "mul_": "*= factor", "zero_": "[...] = 0",
@@ -299,7 +299,7 @@ def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
 
 
 def as_expression(value: Any, sign: str) -> Expression:
-    """A value of the trace, or numbers, as an expression."""
+    """Convert a traced value, a number or an array to an expression."""
     if isinstance(value, Arithmetic):
         return value.expression()
     return Expression(constant=as_number(value, sign))
@@ -316,7 +316,7 @@ def as_number(value: Any, sign: str) -> Number:
 
 
 def as_factor(value: Any, sign: str) -> Number:
-    """The factor of a multiplication or, elementwise for several numbers, of a division."""
+    """Return the factor of a multiplication, or of a division (elementwise for an array)."""
     divides = sign.startswith("/")
     if isinstance(value, Arithmetic):
         refuse(f"a traced value {'divided by' if divides else 'times'} another")
@@ -357,7 +357,7 @@ class InPlace(Arithmetic):
 
 
 class Activation(InPlace):
-    """A tensor of the model at some tokens. See `Spot` for its axes."""
+    """A tensor of the model at a selection of tokens. See `Spot` for its axes."""
 
     _recording: Recording
     _spot: Spot
@@ -377,8 +377,8 @@ class Activation(InPlace):
         return Expression({self._recording.read(self._spot): 1.0})
 
     def clone(self) -> Draft:
-        """Copy the value at this point, so that later writes at this place do not change it. The copy can be changed
-        in place and written back. It belongs to the same run: a write at an earlier layer changes it, even from a later
+        """Copy the value at this point: later writes to this tensor do not change it. The copy can be changed in place
+        and written back. It belongs to the same run, so a write at an earlier layer changes it, even from a later
         line."""
         return Draft(self, self._recording.read(self._spot), [], self._spot)
 
@@ -432,8 +432,8 @@ class Activation(InPlace):
             self._record(Replace, vector, alpha=alpha, mask=mask)
 
     def add(self, value: Any, scale: float = 1.0, norm: str | None = None) -> None:
-        """Apply `pc.Add`: add scale · value, for numbers or a read of the trace, with norm="match" scaled to the
-        length of each row."""
+        """Apply `pc.Add`: add scale · value, for numbers or a read of the trace, or with norm="match" scaled to each
+        row's norm."""
         if isinstance(value, Arithmetic):
             read = value.expression().one_read
             if read is None:
@@ -451,7 +451,7 @@ class Activation(InPlace):
         self._record(Clamp, direction, low=low, high=high)
 
     def rotate(self, plane: Any, degrees: float, relative: bool = False) -> None:
-        """Apply `pc.Rotate`: rotate within a plane to an angle, or by it."""
+        """Apply `pc.Rotate`: rotate within a plane to an angle, or by it if `relative`."""
         self._record(Rotate, plane, degrees, relative=relative)
 
     def noise(self, std: float, seed: int = 0, relative: bool = False) -> None:
@@ -468,7 +468,7 @@ class Activation(InPlace):
         self._record(Apply, fn)
 
     def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
-        """Record an op here, with given values or with the rows of a read."""
+        """Record an op on this tensor, with the given values or the rows of a read."""
         values = values if source is None else (TO_COME,)
         spot = self._spot
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
@@ -508,7 +508,7 @@ class Activation(InPlace):
             self._record(Add, self._vector(constant))
 
     def is_unwritten_since(self, read: Entry) -> bool:
-        """True if a read is of this same tensor, and nothing was written there since."""
+        """True if a read is of this tensor, and nothing was written to it since."""
         here = self._recording, self._spot.site, self._spot.tokens
         same = here == (read.recording, read.spot.site, read.spot.tokens)
         return same and not self._recording.is_written_since(read)
@@ -528,7 +528,7 @@ class Activation(InPlace):
         self._record(Replace, np.zeros_like(mask), mask=mask)
 
     def _vector(self, number: Number) -> Vector:
-        """A number, or numbers in the shape of this tensor, as the rows of an op."""
+        """Convert a number, or an array of this tensor's shape, to an op's rows."""
         recording, spot = self._recording, self._spot
         width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
         array = np.asarray(number, np.float32)
@@ -608,7 +608,7 @@ class Draft(InPlace):
         return Activation(self._of._recording, self._spot).shape
 
     def __getitem__(self, key: Any) -> Draft:
-        """Select tokens or heads; of a part that is a head, tokens: `clone[3][-1]`."""
+        """Select tokens or heads; within a head, select tokens: `clone[3][-1]`."""
         if self._is_whole:
             return Draft(self._of, self._read, self._changes, self._part(key))
         if self._spot.site == self._of._spot.site or not self._of._spot.whole:
@@ -633,7 +633,7 @@ class Draft(InPlace):
         return self
 
     def _part(self, key: Any) -> Spot:
-        """The part of the copy that brackets select."""
+        """Return the part of the copy that brackets select."""
         own = self._of._spot
         if own.single:
             return own[key]
@@ -647,7 +647,7 @@ class Draft(InPlace):
         return chosen if own.whole else msgspec.structs.replace(chosen, tokens=self._numbered(chosen.tokens))
 
     def _among(self, tokens: Tokens) -> Tokens:
-        """A selection restricted to the rows of the copy."""
+        """Restrict a selection to the copy's rows."""
         own, recording = self._of._spot, self._of._recording
         if own.tokens == every or recording.prompt is None:
             return tokens
@@ -658,7 +658,7 @@ class Draft(InPlace):
         return tokens if inside else own.tokens & tokens
 
     def _numbered(self, rows: Tokens) -> Tokens:
-        """The tokens at row indices of the copy. `rows` counts its rows as if they were a prompt."""
+        """Return the tokens at row indices of the copy. `rows` indexes them as if they were a prompt."""
         own, positions = self._of._spot, self._of._recording.known_positions(self._of._spot)
         assert isinstance(rows, Positions)
         try:
@@ -678,7 +678,7 @@ class Draft(InPlace):
                 Activation(target._recording, self._onto(target, part)).change(sign, value)
 
     def _onto(self, target: Activation, part: Spot) -> Spot:
-        """The spot of the target that a part of the copy is written to."""
+        """Return the spot of the target that a part of the copy is written to."""
         own, spot = self._of._spot, target._spot
         site, single, tokens = spot.site, part.single, part.tokens
         if part.site.index != own.site.index:
@@ -692,7 +692,7 @@ class Draft(InPlace):
         return msgspec.structs.replace(part, site=site, tokens=tokens, single=single, whole=False)
 
     def _rows_of(self, target: Activation, part: Spot) -> Tokens:
-        """The tokens of the target at the row indices that a part has in the copy."""
+        """Return the target's tokens at a part's row indices in the copy."""
         recording: Recording = self._of._recording
         mine, theirs = recording.known_positions(self._of._spot), target._recording.known_positions(target._spot)
         if len(mine) == 1:
@@ -713,7 +713,7 @@ class Draft(InPlace):
 
 
 def numbered(positions: np.ndarray, single: bool) -> Tokens:
-    """A selection of the given positions, in order; with `single` of the first position alone."""
+    """Select the given positions, in order; with `single`, only the first."""
     numbers = positions.tolist()
     if single:
         return every[numbers[0]]
@@ -784,7 +784,7 @@ class Steps(TokenGroup):
         return TokenGroup(self._recording, self._tokens[key], True, single)
 
     def __len__(self) -> int:
-        """The number of tokens if the run generates `max_tokens`."""
+        """Return the number of tokens if the run generates `max_tokens`."""
         self._recording.check_prompt()
         return len(self._tokens.select(self._recording.length, self._recording.limit))
 
@@ -795,7 +795,7 @@ class Steps(TokenGroup):
 
 
 def as_layers(key: Any) -> int | Range:
-    """A layer or a range of layers from brackets. Raises `ProgramError` for anything else, including None."""
+    """Read a layer or a range of layers from brackets. Raises `ProgramError` for anything else, including None."""
     return Range.of(key) if isinstance(key, slice) else key if isinstance(key, Range) else as_integer(key)
 
 
@@ -902,7 +902,7 @@ class SiteByLayer(ByLayer):
     _at = __getitem__
 
     def _layers(self) -> list[int]:
-        """The layers that have this site."""
+        """Return the layers that have this site."""
         return [ref.layer for ref in self._group._recording.lm.sites.resolve(Site(self._site)) if ref.layer is not None]
 
     def _attribute(self, name: str) -> Any:
@@ -950,7 +950,7 @@ class Pending(Arithmetic, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        """Refuse calls that bypass `__torch_function__`: those that copy, such as `torch.tensor(value)`."""
+        """Refuse calls that bypass `__torch_function__`: copies such as `torch.tensor(value)`."""
         for arg in args:
             if isinstance(arg, Pending):
                 arg.saved.raise_failure()
@@ -988,7 +988,7 @@ class Saved:
             check_to_come(recording, self.name)
 
     def fill(self, value: torch.Tensor) -> None:
-        """Turn the tensor that the caller holds into a plain one with a copy of these numbers."""
+        """Turn the caller's tensor into a plain one with a copy of `value`."""
         tensor: Any = self.tensor
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             try:
@@ -1011,7 +1011,7 @@ def check_to_come(recording: Recording, name: str) -> None:
     if recording.state == "left":
         raise MissingSource(f"{name} was not read: an error ended the trace before it ran")
     if recording.state in NOT_READ:
-        raise ProgramError(f"{name} was not read: {NOT_READ[recording.state]}")
+        raise ProgramError(f"{name} is not ready: {NOT_READ[recording.state]}")
 
 
 def save(expression: Expression) -> Pending:
@@ -1040,7 +1040,7 @@ def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torc
 
 
 def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
-    """The rows of a read, captured at `path` in the program of its run, in the shape of the read's spot."""
+    """Return a read's rows, captured at `path` in its run's program, in the shape of the read's spot."""
     captured = torch.as_tensor(run.read(path, copy=False))
     index = {position: row for row, position in enumerate(run.positions(path))}
     try:

@@ -1,16 +1,16 @@
-"""Recordings: the reads and writes of one prompt as ops, in the order of the caller's lines, and the runs they take.
+"""Recordings: the reads and writes of one prompt as ops, in the order of the caller's lines, and the runs needed.
 
-A `Spot` is a tensor of the model at some tokens, as a proxy names it. It has the module's shape without the batch axis,
+A `Spot` is a model tensor at selected tokens, as a proxy names it. It has the module's shape without the batch axis,
 [T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W], when indexed
-and when saved. `logits` never has it.
+and when saved. `logits` never has this axis.
 
 An `Entry` is a read or write of a spot. It keeps its line, so that an error at the end of the trace can name it.
 
 A write of another run's rows must wait until that run has captured them. So every write has a level: 0 if it writes
-numbers or rows of an earlier layer of its own run, else one more than its source's level. The level of a read is the
-highest level of the writes that can change it: in its own prompt, those at an earlier depth, or earlier at the same
-place, or all if it reads generated tokens. A run with just these writes gives the read its value in the last run. Runs
-of one level and `max_tokens` form a batch (`Schedule`). If a level depends on itself, no order exists and the trace is
+numbers or rows of an earlier layer of its own run, else one more than its source's level. A read's level is the highest
+level of any write that can change it: the writes in its prompt at an earlier depth, or earlier at the same place, or
+all if it reads generated tokens. A run with only these writes gives the read the same value as the last run. Runs with
+equal level and `max_tokens` form a batch (`Schedule`). If a level depends on itself, no order exists and the trace is
 refused.
 """
 
@@ -60,8 +60,8 @@ class Spot(msgspec.Struct, frozen=True):
     named: True if the caller named the group (`t.generated`); a selection in brackets is then restricted to it
     parted: True if heads, neurons or experts were already chosen, or the site has none; brackets then select tokens
     batched: True if there is a leading batch axis
-    single: True if one token was chosen by number, which drops the token axis
-    numbered: True if that was in brackets of this tensor; no further brackets are allowed
+    single: True if one token was chosen by index, which drops the token axis
+    numbered: True if that index was in this tensor's brackets; no further brackets are allowed
     """
 
     site: Site
@@ -75,7 +75,7 @@ class Spot(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, site: Site, group: Tokens, named: bool, single: bool = False, batched: bool = False) -> Spot:
-        """A site at a group of tokens: `prompt` (for logits only its last token), `generated` or `every`."""
+        """Create the spot of a site at a group: `prompt` (for logits only its last token), `generated` or `every`."""
         has_parts = bool(SPECS[site.name].index)
         whole = isinstance(group, Positions) and group.index is None
         tokens = group
@@ -151,7 +151,7 @@ class Spot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, tokens=group[key], whole=False, single=True, numbered=True)
 
     def _numbers(self, key: Any) -> Any:
-        """A list of positions, or a single one, from a list, a tensor or an array."""
+        """Read a position, or a list of positions, from a list, a tensor or an array."""
         key = key.tolist() if hasattr(key, "tolist") else list(key)
         if isinstance(key, list) and any(isinstance(one, (list, tuple)) for one in key):
             raise ProgramError(f"{self}: expected one list of token positions, got an index with several axes")
@@ -182,20 +182,20 @@ def _is_whole(key: Any) -> bool:
 
 
 def written(key: Any) -> str:
-    """The source text of a key in brackets."""
+    """Return the source text of a key in brackets."""
     return str(Range.of(key)) if isinstance(key, slice) else str(key)
 
 
 def positive(site: Site, layers: int) -> Site:
-    """The site with a negative layer counted from the front instead."""
+    """Return the site with a negative layer counted from the front instead."""
     if isinstance(site.layers, int) and -layers <= site.layers < 0:
         return Site(site.name, site.layers + layers, site.index)
     return site
 
 
 def numbers(value: Any) -> float | np.ndarray | None:
-    """A number, or an fp32 array [..., W], copied because the caller may change the original later; None for any other
-    value. Raises `ProgramError` for values that `as_array` and `as_number` refuse."""
+    """Convert to a number, or to an fp32 copy [..., W] of an array that the caller may change later; None for other
+    values. Raises `ProgramError` for values that `as_array` and `as_number` refuse."""
     if isinstance(value, Vector):
         return np.array(value.array())
     if isinstance(value, str):
@@ -224,7 +224,7 @@ class Line(NamedTuple):
 
 
 def callers_line() -> Line:
-    """The innermost line on the stack outside this folder."""
+    """Return the innermost line on the stack outside this folder."""
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
         frame = frame.f_back
@@ -232,7 +232,7 @@ def callers_line() -> Line:
 
 
 def at_line(error: PatchclampError, line: Line) -> PatchclampError:
-    """The same error with the line that caused it in its message."""
+    """Return the same error with the line that caused it in its message."""
     told = type(error)(f"{error.message}\n  {line}", error.path)
     told.__cause__ = error.__cause__
     return told
@@ -251,12 +251,12 @@ Depth = tuple[int, int]  # a layer, and a site word's index in a layer's order o
 
 
 class Entry:
-    """One op of a recording, its index there, and the line that recorded it.
+    """One op of a recording, its index in it, and the line that recorded it.
 
     op: the op of the program; if it writes the rows of a read, its value is filled in once the read's run is known
     spot: the tensor and tokens it acts on
     source: the read whose rows it writes, or None
-    within: True if one run can do both, the source read and this write, by storing the rows where they are read
+    within: True if one run can do both the source read and this write, by storing the rows as they are read
     """
 
     recording: Recording
@@ -282,7 +282,7 @@ class Entry:
         return [depth(self.recording.lm, point) for point in self.points]
 
     def want(self, recording: Recording, captured: bool = True) -> None:
-        """Request the rows of a read for a recording of the same trace; `captured`: they must outlive its run."""
+        """Request a read's rows for a recording of the same trace; `captured`: the rows must outlive the read's run."""
         self.recording.check_open()
         self.recording.check_prompt()
         if self.recording.trace is not recording.trace:
@@ -290,7 +290,7 @@ class Entry:
         self.wanted |= captured
 
     def before(self) -> list[Entry]:
-        """The entries that must have run: the source of a write unless one run does both, and a read's upstream."""
+        """Return the entries that must run first: a write's source, unless one run does both, or a read's upstream."""
         if self.is_read:
             return [entry for entry in self.recording.entries if entry.is_upstream_of(self)]
         return [] if self.source is None or self.within else [self.source]
@@ -308,7 +308,7 @@ class Entry:
 
 def may_be_within(write: Entry, read: Entry) -> bool:
     """True if a write can take the rows of a read in the same run: the read is at an earlier layer and no later
-    position, it has at most `MAX_STORED` rows, and nothing was written at its place since."""
+    position, it has at most `MAX_STORED` rows, and its place was not written since."""
     recording = read.recording
     if write.recording is not recording or recording.prompt is None:
         return False
@@ -322,12 +322,12 @@ def may_be_within(write: Entry, read: Entry) -> bool:
 
 
 def same_run(write: Entry, read: Entry) -> SameRun:
-    """The value of a write that takes the rows of a read in the same run."""
+    """Return the value of a write that takes the rows of a read in the same run."""
     return SameRun(read.op.at, None if read.op.tokens == write.op.tokens else read.op.tokens)
 
 
 def depth(lm: LM, point: int) -> Depth:
-    """A point's rank in the order of computation, by its earliest word."""
+    """Return a point's rank in the order of computation, by its earliest word."""
     site = parse_site(lm.sites.label(point))
     word = list(SITES).index(site.name)
     if isinstance(site.layers, int):
@@ -391,7 +391,7 @@ class Recording:
         self.entries.append(entry)
 
     def read(self, spot: Spot) -> Entry:
-        """Record a read, which sees the writes before it and not those after it."""
+        """Record a read. It sees earlier writes and not later ones."""
         self.check_open()
         op = Capture(spot.site, spot.tokens)
         self.check(op)
@@ -428,13 +428,13 @@ class Recording:
             raise type(error)(message) from error.__cause__
 
     def width(self, spot: Spot) -> int:
-        """The row width of a spot."""
+        """Return the row width of a spot."""
         ref = self.lm.sites.resolve(spot.site)[0]
         first, end = ref.columns or (0, self.lm.sites.points[ref.point].width)
         return end - first
 
     def rehearsal(self) -> Recording:
-        """A scratch recording of the same prompt, for checking lines that are not kept."""
+        """Create a scratch recording of the same prompt, to check lines that are not kept."""
         other = Recording(self.lm, self.prompt, self.max_tokens, self.trace)
         if self.prompt is not None:
             vars(other)["bound_prompt"] = self.bound_prompt
@@ -481,11 +481,11 @@ class Recording:
         return 0 if self.prompt is None else len(self.prompt[0])
 
     def positions(self, entry: Entry) -> np.ndarray:
-        """All positions that an entry may act on."""
+        """Return all positions that an entry may act on."""
         return np.concatenate([case.positions for case in self._cases(entry.spot.site.name, entry.op.tokens)])
 
     def known_positions(self, spot: Spot, tokens: Tokens | None = None) -> np.ndarray:
-        """The positions of a spot, or of tokens there. Raises `ShapeError` if they depend on generated tokens."""
+        """Return a spot's positions, or those of `tokens`. Raises `ShapeError` if they depend on generated tokens."""
         self.check_prompt()
         cases = self._cases(spot.site.name, spot.tokens if tokens is None else tokens)
         if len(cases) != 1 or not cases[0].alone:
@@ -521,9 +521,8 @@ class Planned(NamedTuple):
 
 
 class Schedule:
-    """The levels of all entries of some recordings, and the runs that follow from them. `has_edits`: other edits act
-    before the trace's own, and may need generated tokens. Raises `ProgramError`, with the line, for a write that
-    depends on itself."""
+    """The levels of the recordings' entries, and the resulting runs. `has_edits`: other edits act before the trace's
+    own, and may need generated tokens. Raises `ProgramError`, with the line, for a write that depends on itself."""
 
     def __init__(self, recordings: Iterable[Recording], has_edits: bool = False) -> None:
         self.recordings, self._has_edits = list(recordings), has_edits
@@ -543,7 +542,7 @@ class Schedule:
                       for rec in self.recordings}  # fmt: skip
 
     def batches(self) -> list[list[Planned]]:
-        """The runs by level; each level has one batch per `max_tokens`, the shorter first."""
+        """Return the runs by level; each level has one batch per `max_tokens`, in ascending order."""
         runs = list(self._early_runs())
         for of in self.recordings:
             entries = tuple(entry for entry in of.entries if not entry.is_read or entry.wanted)
@@ -558,7 +557,7 @@ class Schedule:
         return run.recording is read.recording and (run.is_last if from_last else run.level == level)
 
     def _early_runs(self) -> Iterator[Planned]:
-        """Extra runs that capture sources of writes for prompts whose own run comes too late."""
+        """Return extra runs that capture the sources of writes if the source prompt's own run comes too late."""
         early: dict[tuple[Recording, int], list[Entry]] = {}
         for write in (e for recording in self.recordings for e in recording.entries if e.source and not e.within):
             read = write.source

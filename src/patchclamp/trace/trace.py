@@ -65,7 +65,7 @@ class Invoke(TokenGroup):
         return Steps(self._recording, prompt)
 
     def all(self) -> TokenGroup:
-        """All tokens: the prompt's and the generated ones."""
+        """Return all tokens: the prompt's and the generated tokens."""
         return TokenGroup(self._recording, every, True)
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
@@ -194,8 +194,7 @@ class Trace(NonTensor):
 
     def __getitem__(self, key: Any) -> NoReturn:
         raise ProgramError(
-            "a trace is not a list: its prompts are t.invokes, and tokens are selected on a tensor, "
-            f"t.layers[5].output[{written(key)}]"
+            f"a trace cannot be indexed: for prompts use t.invokes, for tokens t.layers[5].output[{written(key)}]"
         )
 
     def __dir__(self) -> list[str]:
@@ -248,8 +247,8 @@ class Trace(NonTensor):
     # -- streams
 
     def so_far(self, value: Any) -> Any:
-        """The current content of a saved value or a cache while the trace streams: the tokens whose parts were read.
-        Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet."""
+        """Return the current content of a saved value or a cache while the trace streams, at the tokens of the parts
+        read. Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet."""
         if self._stream is None:
             raise ProgramError("the trace is not streaming: use t.so_far(value) in the loop `for part in t`")
         run = self._stream.so_far
@@ -273,8 +272,8 @@ class Trace(NonTensor):
 
     @contextlib.contextmanager
     def _streaming(self) -> Iterator[Stream]:
-        """Make all calls except the last, the prompt's own, and yield that one as a stream. Fill in the saved values
-        at the end; if the stream is left before, they raise an error when read."""
+        """Make all calls except the last, the prompt's own, and yield the last as a stream. Fill in the saved values at
+        the end; if the stream is abandoned, reading them raises an error."""
         if not self._streamed:
             raise ProgramError("only a trace with stream=True can be iterated: lm.trace(prompt, stream=True)")
         if self._state != "ended":
@@ -333,7 +332,7 @@ class Edit(Invoke):
 
 
 def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | None]:
-    """The token ids of one prompt, and its text if it was given as text."""
+    """Return the token ids of one prompt, and its text if it was given as text."""
     if messages is not None and prompt is None:
         if not isinstance(messages, (list, tuple)) or any(isinstance(m, (list, tuple)) for m in messages):
             raise ProgramError("expected one chat, a list of {'role': ..., 'content': ...}", "messages")
@@ -359,7 +358,7 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
 
 
 def is_shared(run: Planned, read: Entry) -> bool:
-    """True if a run captures the place of a read again after a write there: `From` would take that later value."""
+    """True if a run captures a read's place again after a write to it: `From` would take the later value."""
     after = [entry for entry in run.entries if entry.number > read.number and entry.points & read.points]
     written = next((entry.number for entry in after if not entry.is_read), None)
     if written is None:
@@ -371,7 +370,7 @@ def is_shared(run: Planned, read: Entry) -> bool:
 
 
 def runnable(recordings: Iterable[Recording]) -> list[Recording]:
-    """The recordings that can run: those that have not failed and take no rows of one that has."""
+    """Return the recordings that can run: they have not failed, and take no rows of a failed recording."""
     whole = [recording for recording in recordings if recording.failure is None]
     for recording in whole:
         lost = (entry.source.recording.failure for entry in recording.entries if entry.source is not None)
@@ -386,9 +385,9 @@ class Execution:
     """The execution of one trace: runs its recordings batch by batch, and fills in the saved values.
 
     The caller makes each of `calls`, with `lm.run`, `await lm.arun(...)` or a stream, and stores its runs or error in
-    `answer`. After the last one, the values are filled in. An error of one prompt fails that prompt and those that read
-    it; the others keep their values, and the first error is raised at the end. `edits` come before the trace's own ops
-    in every program; `options` are arguments of `lm.run` for the prompts' own runs.
+    `answer`. After the last one, the values are filled in. An error of one prompt fails it and the prompts that read
+    it; other prompts keep their values, and the first error is raised at the end. `edits` come before the trace's own
+    ops in every program; `options` are arguments of `lm.run` for the prompts' own runs.
     """
 
     answer: list[Run] | PatchclampError
@@ -422,12 +421,12 @@ class Execution:
         self._finish()
 
     def _ready(self, batch: list[Planned]) -> list[Planned]:
-        """The runs of a batch that can still run."""
+        """Return the runs of a batch that can still run."""
         ready = runnable(self._recordings)
         return [run for run in batch if run.recording in ready]
 
     def value_so_far(self, saved: Saved, run: Run) -> Any:
-        """The current value of a saved expression in an unfinished run of the last batch."""
+        """Return the current value of a saved expression in an unfinished run of the last batch."""
         rows = {read: self._rows(read, run) for read in saved.expression.terms}
         return value_of(saved.expression, rows).clone()
 
@@ -444,7 +443,7 @@ class Execution:
         return ops
 
     def _value(self, write: Entry, read: Entry) -> From | Vector:
-        """The value of a write from the run that has its read: a `From`, or the numbers themselves where `From` would
+        """Return the value of a write, from the run that has its read: a `From`, or the array itself if `From` would
         take another read of the place or another part of the row."""
         planned, source = next(pair for pair in self._runs.items() if self._schedule.gives(pair[0], read, write))
         columns = {ref.columns for ref in (*read.refs, *write.refs)}
@@ -499,7 +498,7 @@ class Execution:
         recording.failure = recording.failure or at_line(error, self._line(planned, error))
 
     def _line(self, planned: Planned, error: PatchclampError) -> Line:
-        """The line of the op that caused an error, found by its path or by the site it names."""
+        """Return the line of the op that caused an error, found by its path or by the site it names."""
         match = re.match(r"(edits|capture)\[(\d+)\]", error.path or "")
         recording = planned.recording
         if match is not None and match[1] == "edits" and int(match[2]) >= len(self._edits):
@@ -515,7 +514,7 @@ class Execution:
     # -- results
 
     def _finish(self) -> None:
-        """Fill in every value it can, then raise the first error."""
+        """Fill in every available value, then raise the first error."""
         errors = [rec.failure for rec in self._recordings if rec.failure is not None and rec.state != "left"]
         saved = [*(each for rec in self._recordings for each in rec.saved),
                  *(cache for rec in self._recordings for cache in rec.caches)]  # fmt: skip
@@ -548,7 +547,7 @@ class Execution:
 
 
 def _sampling(run: Planned) -> dict[str, Any]:
-    """The sampling parameters of a run; an early run of one token keeps only those that edit it."""
+    """Return a run's sampling parameters; a one-token early run keeps only `extra_args`."""
     sampling = run.recording.sampling or {}
     kept = sampling if run.is_last or run.max_tokens > 1 else {"extra_args": sampling.get("extra_args")}
     return {name: value for name, value in kept.items() if value is not None}
