@@ -83,7 +83,7 @@ class PatternEdit(msgspec.Struct, frozen=True):
     queries: ascending position ranges, [R, 4]: begin, end, first index into `rows`, and its step per position
     keys: ascending position ranges, [R, 2]; None: all
     factor: as in `plan.bound.Attended`
-    rows: new probabilities [n, K]; None: only scale the pattern
+    rows: new probabilities [n, K], or None
     """
 
     first: int
