@@ -43,7 +43,7 @@ class MemoryLocation(NamedTuple):
 
 
 def make(size: int) -> np.ndarray | None:
-    """Allocate open memory of `size` bytes, uint8; None if unsupported."""
+    """Allocate open memory of `size` bytes, uint8; None if the system cannot."""
     if not hasattr(os, "memfd_create") or 2 * len(_open) >= _max_files():
         return None
     name = _NAME + secrets.token_hex(8)
@@ -69,7 +69,7 @@ def make(size: int) -> np.ndarray | None:
 
 
 def _max_files() -> int:
-    """Return the maximum number of open files, at two descriptors each: a quarter of the limit, first raised fully."""
+    """Return the maximum number of descriptors for open memory, two per file: a quarter of the limit, once raised."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
