@@ -1,9 +1,9 @@
 """Attention probabilities of a few queries, from rotated queries and cached keys, in PyTorch and fp32.
 
-Fused kernels never materialize them. These are the same probabilities, for the requested queries.
+Fused kernels never materialize these probabilities; this module computes them for the requested queries.
 
-    B requests · N queries of each · T key positions · H query heads · K key/value heads · E head size
-    L queries of the heads that read one key/value head
+    B requests · N queries per request · T key positions · H query heads · K key/value heads · E head size
+    L queries of all heads that share a key/value head
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 
 class AttentionFacts(msgspec.Struct, frozen=True):
-    """The parameters of one layer's attention scores.
+    """Parameters of one layer's attention scores.
 
-    scale: the factor of the products of queries and keys
+    scale: the factor of query-key products
     cap: c in c · tanh(score / c); 0: no cap
     window: the number of latest keys visible to a query, including its own; 0: all
-    slopes: the ALiBi slope of each head
+    slopes: each head's ALiBi slope
     sinks: an extra logit per head, which absorbs part of the probability
     """
 
@@ -35,13 +35,13 @@ def scores(
     query_BNHE: torch.Tensor, key_BTKE: torch.Tensor, position_BN: torch.Tensor, facts: AttentionFacts,
     first: int, heads: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The scores of heads first … first + heads − 1 over all keys, [B, N, H, T], −∞ for keys that a query does not see.
+    """Return the scores of heads first … first + heads − 1 over all keys, [B, N, H, T]; −∞ for keys a query cannot see.
 
-    The keys are those of positions 0 … T − 1. Source: Vaswani et al. 2017 (arXiv:1706.03762); caps: Gemma 2
+    The keys are at positions 0 … T − 1. Source: Vaswani et al. 2017 (arXiv:1706.03762); caps: Gemma 2
     (arXiv:2408.00118); ALiBi: Press et al. 2021 (arXiv:2108.12409).
     """
-    size = query_BNHE.shape[2] // key_BTKE.shape[2]  # of the group of heads that read one key
-    begin, end = first // size, (first + heads - 1) // size + 1  # of the keys
+    size = query_BNHE.shape[2] // key_BTKE.shape[2]  # query heads per key/value head
+    begin, end = first // size, (first + heads - 1) // size + 1  # key/value heads
     exact = key_BTKE.dtype if key_BTKE.is_cuda else torch.float32  # a GPU sums products of the cache's dtype in fp32
     groups = query_BNHE[:, :, begin * size : end * size].to(exact).unflatten(2, (end - begin, size))
     query_KBLE, key_KBET = groups.permute(2, 0, 1, 3, 4).flatten(2, 3), key_BTKE[:, :, begin:end].permute(2, 0, 3, 1)
@@ -60,13 +60,13 @@ def scores(
 
 
 def _product(query_BLE: torch.Tensor, key_BET: torch.Tensor) -> torch.Tensor:
-    """The products of queries and keys, in fp32."""
+    """Return query-key products, in fp32."""
     is_half = key_BET.dtype != torch.float32
     return torch.bmm(query_BLE, key_BET, out_dtype=torch.float32) if is_half else query_BLE @ key_BET
 
 
 def pattern(scores_BNHT: torch.Tensor, facts: AttentionFacts, first: int) -> torch.Tensor:
-    """The softmax of scores. With sinks, a row sums to less than 1.
+    """Return the softmax of scores. With sinks, a row sums to less than 1.
 
     Source of sinks: Xiao et al. 2023 (arXiv:2309.17453), in the form used by gpt-oss.
     """
@@ -78,12 +78,12 @@ def pattern(scores_BNHT: torch.Tensor, facts: AttentionFacts, first: int) -> tor
 
 
 class PatternEdit(msgspec.Struct, frozen=True):
-    """An edit of the patterns of heads first … end − 1.
+    """An edit of the attention patterns in heads first … end − 1.
 
-    queries: ascending ranges of positions, [R, 4]: begin and end, the first row of `rows`, and the step from row to row
-    keys: ascending ranges of positions, [R, 2]; None: all
+    queries: ascending position ranges, [R, 4]: begin, end, first index into `rows`, and its step per position
+    keys: ascending position ranges, [R, 2]; None: all
     factor: as in `plan.bound.Attended`
-    rows: probabilities [n, K]; None: the pattern's own
+    rows: new probabilities [n, K], or None
     """
 
     first: int
@@ -94,29 +94,29 @@ class PatternEdit(msgspec.Struct, frozen=True):
     rows: torch.Tensor | None = None
 
     def of_heads(self, first: int, heads: int) -> slice:
-        """Its heads, clipped to the `heads` heads from `first` on and counted from there."""
+        """Return the edited heads among the `heads` heads from `first` on, as indices relative to `first`."""
         return slice(max(self.first - first, 0), max(min(self.end - first, heads), 0))
 
     def is_query(self, position_N: torch.Tensor) -> torch.Tensor:
-        """A mask of its queries, [N]."""
+        """Return a mask of the edited queries, [N]."""
         return _within(position_N, self.queries)[0]
 
     def where(self, position_N: torch.Tensor, length: int) -> torch.Tensor:
-        """A mask of its queries and keys, [N, 1, T]."""
+        """Return a mask of the edited query-key pairs, [N, 1, T]."""
         is_query_N11 = self.is_query(position_N)[:, None, None]
         if self.keys is None:
             return is_query_N11.expand(-1, 1, length)
         return is_query_N11 & _within(torch.arange(length, device=position_N.device), self.keys)[0]
 
     def row_of(self, position_N: torch.Tensor) -> torch.Tensor:
-        """The row index of each query, [N]; 0 for other positions."""
+        """Return each query's index into `rows`, [N]; 0 for other positions."""
         is_query_N, range_N = _within(position_N, self.queries)
         begin_N, _, row_N, step_N = self.queries[range_N].T
         return torch.where(is_query_N, row_N + (position_N - begin_N) * step_N, 0)
 
 
 def _within(position_N: torch.Tensor, ranges_RX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mask of the positions within ascending ranges, and the index of each position's range; both [N]."""
+    """Return a mask of the positions within ascending ranges, and each position's range index; both [N]."""
     range_N = torch.bucketize(position_N, ranges_RX[:, 0].contiguous(), right=True).sub(1).clamp(min=0)
     begin_N, end_N = ranges_RX[range_N, 0], ranges_RX[range_N, 1]
     return (begin_N <= position_N) & (position_N < end_N), range_N
@@ -125,10 +125,10 @@ def _within(position_N: torch.Tensor, ranges_RX: torch.Tensor) -> tuple[torch.Te
 def edited(
     scores_NHT: torch.Tensor, position_N: torch.Tensor, edits: Sequence[PatternEdit], facts: AttentionFacts, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request's pattern with its edits applied, [N, H, T], and a mask of the changed rows, [N, H].
+    """Apply edits to one request's pattern. Returns the pattern [N, H, T] and a mask of the changed rows [N, H].
 
-    Keys are removed first, before the softmax; other edits follow in order. A row without remaining keys is NaN, and so
-    is a probability of a key that its query does not see.
+    Keys are removed first, before the softmax; other edits follow in order. Rows without remaining keys are NaN, as
+    are new probabilities of keys that a query cannot see.
     """
     sees_NHT, (length, heads) = scores_NHT > -torch.inf, scores_NHT.shape[:0:-1]
     touched_NH = torch.zeros_like(sees_NHT[..., 0])

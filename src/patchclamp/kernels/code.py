@@ -1,4 +1,4 @@
-"""Run the functions of `Apply` on rows, so that their exceptions become errors of their own run only."""
+"""Run the functions of `Apply` on rows, and confine their exceptions to the run concerned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _within = _Within()
 
 
 def check_outside() -> None:
-    """Raise `EngineError` on a thread that runs code: a call to the engine would deadlock on the step that runs it."""
+    """Raise `EngineError` on a thread that runs code: a call to the engine would wait for its own step."""
     if _within.code:
         raise EngineError("called from within Apply, where it would deadlock: compute what Apply needs before the run")
 
@@ -29,8 +29,8 @@ def check_outside() -> None:
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
     """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
-    Raises `TokensError` and `UnsupportedSite` from the code, and `RunError` for any other exception in it or a result
-    of the wrong shape.
+    Raises `TokensError` and `UnsupportedSite` from the code unchanged, and `RunError` for its other exceptions and for
+    results of the wrong shape.
     """
     import torch
 
@@ -42,7 +42,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                 arguments["positions"] = torch.tensor(position, dtype=torch.int64, device=rows.device)
             if "site" in code.arguments:
                 arguments["site"] = code.sites[point]
-            result = code.fn(rows.clone(), **arguments)  # a normal tensor of its own, which `fn` may keep or modify
+            result = code.fn(rows.clone(), **arguments)  # a separate normal tensor, which `fn` may keep or modify
             if not isinstance(result, torch.Tensor):
                 raise TypeError(f"expected a result tensor {list(rows.shape)}, got {type(result).__name__}")
             if result.shape != rows.shape or result.layout != torch.strided:
@@ -50,7 +50,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                     f"expected a result tensor {list(rows.shape)}, got {list(result.shape)}, {result.layout}"
                 )
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
-    except (TokensError, UnsupportedSite) as error:  # of an edit of attention
+    except (TokensError, UnsupportedSite) as error:  # raised by an attention edit
         raise error.under(code.path) from error
     except BaseException as error:  # even SystemExit must not end the engine
         raise RunError(f"{code.what} raised {type(error).__name__}{_text_of(error)}", code.path) from error

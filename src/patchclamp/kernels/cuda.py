@@ -1,9 +1,9 @@
 """The Triton kernel: one launch per point and step, for any number of ops and requests.
 
-Each program processes one row: it looks up the row's slot, walks the slot's records at the point in order, and writes
-the row back once if it is finite. Rows without records exit after three loads. A new op is a branch in `_walk`; a new
-view only changes strides. Rows of logits are wide and take several passes; sums over a whole row that an op needs are
-computed beforehand, op by op, and stored in its record.
+Each Triton program processes one row: it looks up the row's slot, walks the slot's records at the point in order, and
+writes the row back once if it is finite. Rows without records exit after three loads. A new op is a branch in `_walk`;
+a new view only changes strides. Logit rows are wide and take several passes; sums over a whole row are computed
+beforehand, op by op, and stored in the op's record.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -21,7 +21,7 @@ from patchclamp.kernels import noise
 from patchclamp.kernels.relaunch import relauncher
 from patchclamp.plan import RECORD, bound
 
-MAX_BLOCK, PASS_BLOCK = 8192, 4096  # columns of a sampled row per program; wider rows take passes of PASS_BLOCK
+MAX_BLOCK, PASS_BLOCK = 8192, 4096  # columns of a sampled row per Triton program; wider rows take passes of PASS_BLOCK
 RECORD_WORDS = RECORD.itemsize // 4  # start, stop, kind, step, value (two), x, y, other (two), factor, columns
 WORDS, FACTOR = tl.constexpr(RECORD_WORDS), tl.constexpr(RECORD.fields["factor"][1] // 4)  # type: ignore[index]
 COLUMNS = tl.constexpr(RECORD.fields["columns"][1] // 4)  # type: ignore[index]
@@ -37,39 +37,39 @@ UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
 @triton.jit
 def _look(address):
-    """Load a word of the tables, which should stay in L2 while the model's weights stream through it."""
+    """Load a word of the tables with an eviction policy that keeps it in L2 despite the model's weights."""
     return tl.load(address, eviction_policy="evict_last")
 
 
 @triton.jit
 def _normals(seed, position, site, first, quantiles, BLOCK: tl.constexpr):
-    """`noise.normals`: ε of columns first … first + BLOCK − 1; both are multiples of 4."""
+    """Return `noise.normals`: ε for columns first … first + BLOCK − 1; `first` and BLOCK are multiples of 4."""
     group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     a, b, c, d = tl.philox(seed, group, position.to(tl.uint32), site.to(tl.uint32), (group * 0).to(tl.uint32))
-    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])  # interleaves the four words of a group
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])  # interleaves a group's four words
     m = (words >> 1).to(tl.int32)
-    # the leading one, without the next bit, which could make fp32 round up to the next octave
+    # the leading 1 bit; the next bit is cleared, since fp32 could otherwise round up to the next octave
     octave = ((m & ~(m >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     octave = tl.where(m == 0, 0, octave)
     rest, fine = m - (1 << octave), tl.maximum(octave - PARTS, 0)
     part = tl.where(octave >= PARTS, rest >> fine, rest << tl.maximum(PARTS - octave, 0))
     at = quantiles + tl.where(m == 0, OCTAVES, octave) * BORDERS + tl.where(m == 0, 0, part)
     upper, lower = _look(at), _look(at + 1)
-    within = (rest & ((1 << fine) - 1)).to(tl.uint32) << 1 << (31 - fine)  # the fraction of the part, in units of 2^-32
+    within = (rest & ((1 << fine) - 1)).to(tl.uint32) << 1 << (31 - fine)  # the fraction of the bin, in units of 2^-32
     magnitude = upper - tl.umulhi((upper - lower).to(tl.uint32), tl.where(m == 0, 0, within)).to(tl.int32)
     return tl.where((words & 1) == 1, -magnitude, magnitude).to(tl.float32) * UNIT
 
 
 @triton.jit
 def _dot(a, b, inside):
-    """The contribution of these columns to an op's sum over the row, in fp64."""
+    """Return these columns' contribution to an op's sum over the row, in fp64."""
     return tl.sum(tl.where(inside, a.to(tl.float64) * b.to(tl.float64), 0.0), axis=0)
 
 
 @triton.jit
 def _factor(total, other, kind, x, y):
-    """The factor of v or ε, from the sum over the row and the divisor of its square: the number of columns, or the sum
-    of v's squares."""
+    """Return the factor of v or ε, from the sum over the row and a divisor: the number of columns, or the sum of v's
+    squares."""
     projection = total.to(tl.float32)
     clamped = tl.minimum(tl.maximum(projection, x), y) - projection
     none = (kind == PROJECT) | (other == 0)
@@ -79,7 +79,7 @@ def _factor(total, other, kind, x, y):
 
 @triton.jit
 def _turned(a, b, cos, sin, is_relative):
-    """The changes that rotate two coordinates to an angle, or by it."""
+    """Return the changes of two coordinates that rotate them to an angle or, if relative, by it."""
     cos, sin, length = cos.to(tl.float64), sin.to(tl.float64), tl.sqrt(a * a + b * b)
     to_a = tl.where(is_relative, a * cos - b * sin, length * cos) - a
     to_b = tl.where(is_relative, a * sin + b * cos, length * sin) - b
@@ -104,7 +104,7 @@ def _matches(token, ids, count, x):
 
 @triton.jit
 def _record(records, number):
-    """Load all words of a record at once, since dependent loads cost most."""
+    """Load all words of a record at once, since dependent loads are the main cost."""
     record = records + number.to(tl.int64) * WORDS
     start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
     value = _look((record + 4).to(tl.pointer_type(tl.int64)))
@@ -115,7 +115,7 @@ def _record(records, number):
 
 @triton.jit
 def _vector(bank, columns, width, position, start, stop, kind, step, value, y, ALIGNED: tl.constexpr):
-    """Load the columns of a record's vector; all masked if the record needs none."""
+    """Load columns of a record's vector; fully masked if the record has none."""
     begins = value + (position - start).to(tl.int64) * step * width
     if ALIGNED:
         begins = tl.multiple_of(begins, 16)
@@ -127,7 +127,7 @@ def _vector(bank, columns, width, position, start, stop, kind, step, value, y, A
 
 @triton.jit
 def _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED: tl.constexpr, AHEAD: tl.constexpr):
-    """The columns of a record's vector: `v` if it was prefetched, otherwise loaded now."""
+    """Return columns of a record's vector: `v` if prefetched, otherwise loaded now."""
     if AHEAD:
         return v
     else:
@@ -142,8 +142,8 @@ def _kept_row(
     kept, row, position, start, range_index, region_index, width, rank_of_row, base, offset, origin_of_row, stride,
     SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """The address of a captured row's region, and the row's offset in it, in elements. A step that advances the planned
-    one writes `stride` bytes further on per step."""
+    """Return the address of a captured row's region, and the row's offset in it, in elements. Each step after the
+    planned one writes `stride` bytes further on."""
     to, nth = kept + _look(base + region_index), position - tl.maximum(start, position - _look(rank_of_row + row))
     if not SAMPLED:
         to += (position - _look(origin_of_row + row)).to(tl.int64) * _look(stride)
@@ -152,7 +152,7 @@ def _kept_row(
 
 @triton.jit
 def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
-    """Store columns of a row to the step's captures."""
+    """Store columns of a row in the step's captures."""
     if ALIGNED:
         to = tl.multiple_of(to, 16)
     if dtype == 0.0:
@@ -165,7 +165,7 @@ def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _keep_products(h, to, at, record, bank, columns, inside, width, products, dtype):
-    """Capture a row's products with a matrix, summed in fp32. Stores are masked: branches would need more registers."""
+    """Capture a row's products with a matrix, summed in fp32. Stores are masked, since branches need more registers."""
     h, matrix = tl.where(inside, h, 0.0), bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
     for number in range(products.to(tl.int32)):
         product = tl.sum(h * tl.load(matrix + number * width + columns, mask=inside, other=0.0), axis=0)
@@ -181,7 +181,7 @@ def _capture(
     h, columns, inside, part, width, position, row, rank_of_row, record, start, range_index, region_index, dtype,
     products, base, offset, origin_of_row, stride, bank, kept, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Capture columns of a row, or the products of a part of the row with a matrix. Sampled rows are captured whole."""
+    """Capture columns of a row, or their products with a matrix. Sampled rows are captured whole."""
     size = width if SAMPLED else tl.where(products == 0.0, width, products.to(tl.int32))
     to, before = _kept_row(kept, row, position, start, range_index, region_index, size, rank_of_row, base, offset,
                            origin_of_row, stride, SAMPLED)  # fmt: skip
@@ -193,7 +193,7 @@ def _capture(
 
 @triton.jit
 def _gate(product, numbers, toward):
-    """The multiple of a low-rank op's direction, from the product with the row."""
+    """Return the coefficient of a low-rank op's direction, from its product with the row."""
     q = product + _look(numbers)
     gated = tl.where(q > _look(numbers + 1), _look(numbers + 2) + _look(numbers + 3) * q, _look(numbers + 4))
     return tl.where(toward == 0.0, gated, toward * product)
@@ -201,8 +201,8 @@ def _gate(product, numbers, toward):
 
 @triton.jit
 def _when(latch, bit, position, bits, latches):
-    """True if a bit of the row is set, or, with a latch of at least 0, if its position is not after the row's. A latch
-    set by this row itself may not be in memory yet."""
+    """True if a bit of the row is set or, with `latch` >= 0, if the latched position is not after the row's. A latch
+    set by this row itself may not be in memory yet, hence `latches`."""
     number = tl.maximum(latch, 0).to(tl.int32)
     first = tl.load(latches + number)
     from_latch = (position >= first) | (((bits >> (BITS + number)) & 1) != 0)
@@ -211,9 +211,9 @@ def _when(latch, bit, position, bits, latches):
 
 @triton.jit
 def _spanned(token, position, rank, start, opening, closing, is_inside, latch):
-    """1 if a row's token is strictly between delimiters, plus 2 if the last delimiter up to it opens."""
+    """Return 1 if a row's token is strictly between delimiters, plus 2 if the last delimiter up to it opens."""
     far, back, found = tl.minimum(rank, position - start), 0, 0
-    while (back <= far) & (found == 0):  # back through the step's rows of this request
+    while (back <= far) & (found == 0):  # backwards through this request's rows of the step
         id = _look(token - back).to(tl.float32)
         found = tl.where(id == opening, 2, tl.where(id == closing, 1, 0))
         back += 1
@@ -229,11 +229,11 @@ def _walk(
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply the records to a row's columns from `column` on; also returns 1 if one of them is an edit. `WHOLE`: the
-    columns are the whole row. The next record and its vector are prefetched while one is applied."""
-    AHEAD: tl.constexpr = BLOCK <= 8192  # for wider rows, two vectors do not fit into registers
+    """Apply the records to a row's columns from `column` on; also returns 1 if any record is an edit. `WHOLE`: the
+    columns are the whole row. While a record is applied, the next one and its vector are prefetched."""
+    AHEAD: tl.constexpr = BLOCK <= 8192  # two vectors of wider rows do not fit into registers
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
-    bits = _look(bits_of_row + row)  # above the bits of records: the latches that this row has set
+    bits = _look(bits_of_row + row)  # above the records' bits: the latches that this row has set
     start, stop, kind, step, value, x, y, word = _record(records, begin)
     v, number = 0.0, begin
     if AHEAD:
@@ -270,9 +270,9 @@ def _walk(
                 put = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
                 edit = tl.where(a == 1.0, put, (1.0 - a) * h + a * put)
                 h = tl.where(changed & (a != 0.0), edit, h)
-            elif kind == MATCH:  # if it does not match, the next record is skipped
+            elif kind == MATCH:  # without a match, the next record is skipped
                 matched = _matches(_look(token_of_row + row).to(tl.float32), bank + value, step, x).to(tl.int32)
-            elif kind == TEST:  # other is the bit; the product is computed as a capture's
+            elif kind == TEST:  # other is the bit; the product is computed as for captures
                 against = _loaded(v, bank, columns, inside, width, position, start, 0, value, ALIGNED, AHEAD)
                 product = tl.sum(tl.where(inside & changed, h * against, 0.0), axis=0)
                 above = (product > x).to(tl.int32)
@@ -309,10 +309,10 @@ def _walk(
                     h = tl.where(changed, h + factor * along, h)
             elif kind == LOW_RANK:
                 edited = 1
-                if WHOLE:  # sampled rows are not edited so
+                if WHOLE:  # not supported for sampled rows
                     rank, gates = y.to(tl.int32), gates_of_row + row * MAX_GATES
                     factors = bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
-                    for turn in range(2 * rank):  # all gates, which go through memory, and then all changes
+                    for turn in range(2 * rank):  # all gates first, through memory, then all changes
                         factor = tl.load(factors + turn * width + columns, mask=inside & changed, other=0.0)
                         if turn < rank:
                             source = bank + value + (position - start).to(tl.int64) * step * width
@@ -324,7 +324,7 @@ def _walk(
                             g = tl.load(gates + turn - rank)
                             if g != 0.0:
                                 h = tl.where(changed, h + g * factor, h)
-                        tl.debug_barrier()  # threads of this program read a gate next
+                        tl.debug_barrier()  # other threads of this program read the gates next
             elif kind == ADD_NORMED:
                 edited = 1
                 added = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)
@@ -340,7 +340,7 @@ def _walk(
                 if WHOLE:  # sampled rows are not rotated
                     is_relative = _look((record + 8).to(tl.pointer_type(tl.int64))) != 0
                     a, b = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
-                    for turn in range(4):  # both products, then both changes: two vectors at once need more registers
+                    for turn in range(4):  # both products, then both changes: holding two vectors takes more registers
                         unit = tl.load(bank + value + (turn & 1) * width + columns, mask=inside, other=0.0)
                         product = _dot(h, unit, inside & changed)
                         a, b = tl.where(turn == 0, product, a), tl.where(turn == 1, product, b)
@@ -357,7 +357,7 @@ def _walk(
                     seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
                     noise = _normals(seed, position, value, column + x.to(tl.int32), quantiles, BLOCK)
                     h = tl.where(changed, h + factor * noise, h)
-        if (kind == WHEN) & (applies == 0):  # the condition on the token before it does not hold
+        if (kind == WHEN) & (applies == 0):  # the preceding token condition does not hold
             matched = 0
         number += 1
         if AHEAD:
@@ -374,7 +374,7 @@ def _sums(
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
-    """Store in each record the factor from its op's sum over the whole row, as edited by the records before it."""
+    """Store each record's factor, from its op's sum over the whole row as edited by the preceding records."""
     record, matched = records + begin.to(tl.int64) * WORDS, 1
     for number in range(begin, end):
         start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)
@@ -403,13 +403,13 @@ def _sums(
                     added = tl.load(bank + begins + columns, mask=inside, other=0.0)
                     other += _dot(added, added, inside)
             tl.store((record + FACTOR).to(tl.pointer_type(tl.float32)), _factor(total, other, kind, x, y))
-            tl.debug_barrier()  # threads of this program read it next
+            tl.debug_barrier()  # other threads of this program read it next
         record += WORDS
 
 
 @triton.jit
 def _read(hidden, residual, columns, inside, PAIR: tl.constexpr):
-    """Load columns of a row of the stream, in fp32."""
+    """Load columns of a stream row, in fp32."""
     h = tl.load(hidden + columns, mask=inside, other=0.0).to(tl.float32)
     if PAIR:
         h += tl.load(residual + columns, mask=inside, other=0.0).to(tl.float32)
@@ -418,7 +418,7 @@ def _read(hidden, residual, columns, inside, PAIR: tl.constexpr):
 
 @triton.jit
 def _write(hidden, residual, columns, inside, h, PAIR: tl.constexpr):
-    """Store columns of a row, as one tensor or as the pair with the smallest error."""
+    """Store columns of a row, as one tensor or as the pair with the smallest rounding error."""
     if PAIR:
         rounded = h.to(residual.dtype.element_ty)
         tl.store(residual + columns, rounded, mask=inside)
@@ -428,13 +428,13 @@ def _write(hidden, residual, columns, inside, h, PAIR: tl.constexpr):
 
 @triton.jit
 def _finite(h, inside):
-    """1 if all columns are finite."""
+    """Return 1 if all columns are finite."""
     return tl.min(tl.where(inside, (tl.abs(h.to(tl.float32)) < float("inf")).to(tl.int32), 1), axis=0)
 
 
 @triton.jit
 def _between(records, begin, end, phase):
-    """The records among begin … end − 1 that follow the first `phase` code records, up to the next code record."""
+    """Return the range of records in begin … end − 1 after the first `phase` code records, up to the next one."""
     low, high, seen = begin, end, 0
     kind = records + begin.to(tl.int64) * WORDS + 2
     for number in range(begin, end):
@@ -464,9 +464,9 @@ def _site(
     begin = _look(first + slot * (points + 1) + point)  # slot 0 has no records
     end = _look(first + slot * (points + 1) + point + 1)
     if SAMPLED:
-        if PASSES > 1:  # records hold the sums of one row of a request at a time
+        if PASSES > 1:  # a record holds the sums of only one row at a time
             end = tl.where(_look(rank_of_sample + out_row) == turn, end, begin)
-        rank_of_row = rank_of_sample + (out_row - row)  # index `row` then reads the rank among sampled rows
+        rank_of_row = rank_of_sample + (out_row - row)  # index `row` then reads the rank among the sampled rows
     if EARLY:  # launched while the previous kernel ends: the tables were written before that one began, but programs
         tl.extra.cuda.gdc_wait()  # must not read the stream, or exit, before it has ended
     if CODE:
@@ -496,7 +496,7 @@ def _site(
     if finite == 0:
         failed = (_look(generation + slot).to(tl.int64) << 32) | point
         tl.store((bad + slot.to(tl.int64) * 8).to(tl.pointer_type(tl.int64)), failed)
-    if (PASSES > 1) & (edited != 0) & (finite != 0):  # write only after all columns were found finite
+    if (PASSES > 1) & (edited != 0) & (finite != 0):  # write only once all columns are known to be finite
         for block in range(PASSES):
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < width
@@ -521,8 +521,8 @@ def site(
     """Launch the kernel for a point over `tables` (`runtime.cuda_step.CudaTables`).
 
     `kept` [bytes] receives the captured rows. Its first byte has offset `kept_begin` in the tables' numbering, a
-    multiple of 16 (negative if that numbering starts later in `kept`). With code among the records, only the records
-    after the first `phase` calls and before the next call are applied.
+    multiple of 16 (negative if the numbering starts later in `kept`). If the records include code, only the records
+    between the first `phase` calls and the next call are applied.
     """
     width, coded = hidden_RW.shape[1], phase is not None
     other_row = (hidden_RW if residual_RW is None else residual_RW).stride(0)
@@ -539,7 +539,7 @@ def _launch(
     rows, width = hidden_RW.shape
     other = hidden_RW if residual_RW is None else residual_RW
     at, beside, row, other_row = hidden_RW.data_ptr(), other.data_ptr(), numbers[0], numbers[1]
-    # everything that Triton specializes a kernel on; a cached launch takes less than half the host time
+    # all that Triton specializes a kernel on; a cached launch takes less than half the host time
     key = (hidden_RW.dtype, other.dtype, row, other_row, width, residual_RW is not None, sampled, coded, at % 16,
            beside % 16)  # fmt: skip
     launch = tables.ready.get(key)
@@ -555,8 +555,8 @@ def _launch(
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
-    """The launch options for rows of `width` columns. Rows are processed whole, except sampled rows, which are wide and
-    few: one launch takes one row per request, so that a record can hold its sums."""
+    """Return the launch options for rows of `width` columns. Rows are processed whole, except sampled rows, which are
+    wide and few: a launch takes one row per request, so that a record can hold the row's sums."""
     block = max(triton.next_power_of_2(width), 4)
     block = block if block <= MAX_BLOCK or not sampled else min(MAX_BLOCK, PASS_BLOCK)
     return {
@@ -577,7 +577,7 @@ CONSTANTS = ("PAIR", "SAMPLED", "BLOCK", "PASSES", "ALIGNED", "CODE", "EARLY")
 
 @functools.cache
 def _early() -> dict[str, bool]:
-    """Launch options for programmatic dependent launch (Hopper and later): start before the previous kernel ends."""
+    """Return options for programmatic dependent launch (Hopper and later): start before the previous kernel ends."""
     able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     early = able and hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}

@@ -1,9 +1,9 @@
-"""The kernel in vectorized torch, for the CPU: pass i applies record i of every row, all rows at once.
+"""The kernel in vectorized torch, for the CPU: pass i applies every row's record i, to all rows at once.
 
-    R rows · A rows with records · W width of the point · K elements in the step's capture buffer
+    R rows · A rows with records · W point width · K elements in the step's capture buffer
 
 With fused norms, the stream is the fp32 sum of two tensors, hidden and residual. Writing s back as r' = round(s),
-h' = round(s − r') loses nothing that the pair could represent (TwoSum; Knuth, TAOCP 2, 4.2.2, theorem B).
+h' = round(s − r') is as exact as a pair can be (TwoSum; Knuth, TAOCP 2, 4.2.2, theorem B).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from patchclamp.plan.table import columns_of, named
 
 CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
 Late = list[tuple[np.ndarray, torch.Tensor]]
-"""Slots [n], and True for each one whose edits were finite, bool [n] on the device."""
+"""Slots [n], and a mask of the slots whose edits were finite, bool [n] on the device."""
 
 
 def apply(
@@ -65,8 +65,8 @@ def apply(
     bits_R: the rows' bits, int64, zero when a step begins, if any record needs them
 
     A row whose edits are not finite in the tensor's dtype is left unchanged, since cached keys and values would spread
-    NaN to other requests. Returns the slots of such rows. With `late` and a single tensor it returns None, does not
-    synchronize, and appends to `late` instead.
+    NaN to other requests. Returns the slots of such rows. With `late` and a single tensor, appends to `late` instead,
+    without synchronizing, and returns None.
     """
     first, last = table.first[rows.slot, point], table.first[rows.slot, point + 1]
     at = np.flatnonzero(last > first)
@@ -77,11 +77,11 @@ def apply(
     h_AW = join(hidden_RW, residual_RW, at_A)
     edited, broken, matched = np.zeros(len(at), bool), np.zeros(len(at), bool), np.ones(len(at), bool)
     for i in range(int((last - first).max())):
-        index = np.flatnonzero(first + i < last)  # the rows that have an i-th record
+        index = np.flatnonzero(first + i < last)  # the rows with an i-th record
         records = table.records[first[index] + i]
         when = records["kind"] == WHEN
         acts = (records["start"] <= position[index]) & (position[index] < records["stop"]) & matched[index] & ~when
-        if when.any():  # after a MATCH that does not match, the edit is skipped too
+        if when.any():  # after an unmatched MATCH, the edit is skipped too
             held = _held(
                 records[when], at[index[when]], rows.slot[at[index[when]]], position[index[when]], table, bits_R
             )
@@ -138,13 +138,13 @@ def _write_finite(
 
 
 def join(hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, at_A: torch.Tensor) -> torch.Tensor:
-    """Rows of the stream in fp32, [A, W]."""
+    """Return rows of the stream in fp32, [A, W]."""
     h_AW = hidden_RW.index_select(0, at_A).float()
     return h_AW if residual_RW is None else h_AW.add_(residual_RW.index_select(0, at_A).float())
 
 
 def split(hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, at_A: torch.Tensor, h_AW: torch.Tensor) -> None:
-    """Write fp32 rows back, as one tensor or as the pair with the smallest error."""
+    """Write fp32 rows back, as one tensor or as the pair with the smallest rounding error."""
     if len(at_A) == 0:
         return
     if residual_RW is not None:
@@ -163,7 +163,7 @@ def _keep(
     kept_K: torch.Tensor,
     bank_B: torch.Tensor,
 ) -> None:
-    """Write captured rows, or their products, at the plan's offsets."""
+    """Write captured rows, or their products with a matrix, at the plan's offsets."""
     begin = plan.begin[plan.layout.range_of_number[records["step"]]]
     target, nth = plan.target(records["step"], records["value"]), position[index] - begin
     ways, way_A = records[:1], np.zeros(len(records), np.int64)
@@ -178,7 +178,7 @@ def _keep(
 
 
 def _products(h_AW: torch.Tensor, record: np.void, bank_B: torch.Tensor) -> torch.Tensor:
-    """The products of rows with a capture's matrix, [A, K]; summed in fp64, `MAX_PRODUCT_ROWS` at a time."""
+    """Return the products of rows with a capture's matrix, [A, K]; summed in fp64, `MAX_PRODUCT_ROWS` at a time."""
     first, count, columns = int(record["other"]), int(record["y"]), columns_of(record)
     matrix_KW = bank_B[first : first + count * h_AW.shape[1]].view(count, -1)[:, columns].double()
     parts = (part_AW[:, columns].double() @ matrix_KW.T for part_AW in h_AW.split(MAX_PRODUCT_ROWS))
@@ -189,7 +189,7 @@ def _held(
     records: np.ndarray, row: np.ndarray, slot: np.ndarray, position: np.ndarray, table: ProgramTable,
     bits_R: np.ndarray | None,
 ) -> np.ndarray:  # fmt: skip
-    """A mask of the rows whose `WHEN` record holds."""
+    """Return a mask of the rows whose `WHEN` record holds."""
     assert bits_R is not None, "a record needs row bits, but the engine passed none"
     fields = named(records, WHEN)
     is_set = bits_R[row] >> fields["bit"] & 1 == 1
@@ -200,7 +200,7 @@ def _decide(
     kind: int, h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, at: np.ndarray, bits_R: np.ndarray,
     rows: RowLabels, table: ProgramTable, bank_B: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Set the bits of rows, or latch their positions."""
+    """Set bits of rows, or latch positions."""
     row, bit = at[index], fields["bit"].astype(np.int64)
     if kind == LATCH:
         is_set = bits_R[row] >> bit & 1 == 1
@@ -219,7 +219,7 @@ def _decide(
 def _span(
     fields: np.ndarray, row: np.ndarray, token_R: torch.Tensor, bits_R: np.ndarray, rows: RowLabels, table: ProgramTable
 ) -> None:
-    """Set the bits of rows whose tokens are between delimiters; the rows of a request follow one another."""
+    """Set the bits of rows whose tokens are between delimiters; a request's rows are consecutive."""
     ids, every, bit = token_R.cpu().numpy(), np.arange(len(token_R)), fields["bit"].astype(np.int64)
     far = np.minimum(rows.rank[row], rows.position[row] - fields["start"])
     before = np.where(rows.position[row] - far == fields["start"], fields["inside"] != 0,
@@ -237,7 +237,7 @@ def _span(
 
 
 def _tested(h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
-    """The products of rows with the vectors of their tests, fp32 [A], summed in fp64."""
+    """Return each row's product with its test's vector, fp32 [A], summed in fp64."""
     product = np.zeros(len(index), np.float32)
     tests, which = np.unique(fields[["vector", "columns"]], return_inverse=True)
     for i in range(len(tests)):
@@ -250,7 +250,7 @@ def _tested(h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, bank_B: t
 def _run(
     h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: CodeRunner
 ) -> np.ndarray:
-    """Run the code of each record on its rows; returns a mask of the rows where it succeeded."""
+    """Run each record's code on the record's rows; returns a mask of the rows where the code succeeded."""
     done = np.zeros(len(index), bool)
     for number, columns in np.unique(records[["value", "columns"]]).tolist():
         some = (records["value"] == number) & (records["columns"] == columns)
@@ -265,7 +265,7 @@ def _run(
 def _edit(
     kind: int, h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor
 ) -> None:
-    """Apply edits of one kind, each on its record's columns; the op reads 0 in the others, which do not change."""
+    """Apply edits of one kind, each on its record's columns; other columns read as 0 and do not change."""
     if not records["columns"].any():
         _EDITS[kind](h_AW, index, records, position, bank_B)
         return
@@ -277,7 +277,7 @@ def _edit(
 
 
 def _within(h_AW: torch.Tensor, records: np.ndarray) -> torch.Tensor:
-    """A mask of each record's columns, bool [A, W]."""
+    """Return a mask of each record's columns, bool [A, W]."""
     first = records["columns"].astype(np.int64) & 0xFFFF
     end = records["columns"].astype(np.int64) >> 16 & 0xFFFF
     end = np.where(records["columns"] == 0, h_AW.shape[1], end)
@@ -286,7 +286,7 @@ def _within(h_AW: torch.Tensor, records: np.ndarray) -> torch.Tensor:
 
 
 def _match(token_A: torch.Tensor, records: np.ndarray, bank_B: torch.Tensor) -> np.ndarray:
-    """A mask of the tokens that meet their record's condition."""
+    """Return a mask of the tokens that meet their record's condition."""
     matches = np.zeros(len(records), bool)
     conditions, condition_A = np.unique(records[["value", "step", "x"]], return_inverse=True)
     for i, (ids, count, expected) in enumerate(conditions.tolist()):
@@ -397,13 +397,13 @@ def _noise(
 
 
 MAX_PRODUCT_ROWS = 1024  # rows converted to fp64 at once
-MAX_NOISE_ROWS = 256  # rows of noise generated at once, which takes 30 times their memory
+MAX_NOISE_ROWS = 256  # rows of noise generated at once, using 30 times their memory
 _EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, LOW_RANK: _low_rank, ADD_NORMED: _add_normed,
           ROTATE: _rotate, NOISE: _noise}  # fmt: skip
 
 
 def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and y of each record, [A, 1]."""
+    """Return each record's x and y, [A, 1]."""
     x, y = (_on(h_AW, records[field].copy())[:, None] for field in ("x", "y"))
     return x, y
 
@@ -411,36 +411,36 @@ def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, tor
 def _values(
     h_AW: torch.Tensor, records: np.ndarray, position: np.ndarray, bank_B: torch.Tensor, read: np.ndarray | None = None
 ) -> torch.Tensor:
-    """The row of each record's value at its position, [A, W]; an arbitrary row where `read` is False."""
+    """Return the row of each record's value at each position, [A, W]; arbitrary where `read` is False."""
     width = h_AW.shape[1]
     row = _value_rows(records, position, width)
     return _rows(bank_B, width).index_select(0, _on(h_AW, row if read is None else np.where(read, row, 0)))
 
 
 def _value_rows(records: np.ndarray, position: np.ndarray, width: int) -> np.ndarray:
-    """The bank row of each record's value at its position."""
+    """Return the bank row index of each record's value at each position."""
     return records["value"] // width + (position - records["start"]).astype(np.int64) * records["step"]
 
 
 def _rows(flat: torch.Tensor, width: int) -> torch.Tensor:
-    """View a flat tensor as rows of a width; blocks start at multiples of their width (`plan.step`, `plan.room`)."""
+    """View a flat tensor as rows of `width`; blocks start at multiples of their width (`plan.step`, `plan.room`)."""
     return flat[: len(flat) // width * width].view(-1, width)
 
 
 def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
-    """Copy an array to the device of the rows."""
+    """Copy an array to the rows' device."""
     return to_device(numbers, rows.device)
 
 
 def normals_of(
     seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, width: int, first: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Vectorized `noise.normals`: ε of rows, fp32 [A, W], each with its own seed, position and site, int64 [A], from
-    column `first` [A] on, a multiple of 4."""
+    """Return vectorized `noise.normals`: ε for rows, fp32 [A, W], from column `first` [A] on, a multiple of 4. Each row
+    has its own seed, position and site, int64 [A]."""
     group = torch.zeros_like(seed) if first is None else first // 4
     words = _philox(seed, position, site, -(-width // 4), group).reshape(len(seed), -1)[:, :width]
     sign, m = words & 1, words >> 1
-    # the leading one, without the next bit, which could make fp32 round up to the next octave
+    # the leading 1 bit; the next bit is cleared, since fp32 could otherwise round up to the next octave
     octave = ((m & ~(m >> 1)).float().view(torch.int32).long() >> 23) - 127
     octave = torch.where(m == 0, OCTAVES, octave)
     rest = torch.where(m == 0, 0, m - (1 << octave.clamp(max=OCTAVES - 1)))
@@ -456,7 +456,7 @@ def normals_of(
 def _philox(
     seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, groups: int, first: torch.Tensor
 ) -> torch.Tensor:
-    """Words [A, groups, 4] in int64; the masks undo wrapped products and sign-extending shifts."""
+    """Return Philox words [A, groups, 4] in int64; masks undo wrapped products and sign-extending shifts."""
     c0 = torch.arange(groups, device=seed.device) + first[:, None]
     c1, c2 = (word[:, None].expand(len(seed), groups) for word in (position, site))
     c3, k0, k1 = torch.zeros_like(c0), (seed & MASK)[:, None], ((seed >> 32) & MASK)[:, None]

@@ -1,4 +1,4 @@
-"""Copy kernels: a launch takes a fraction of the host time of PyTorch's copies."""
+"""Copy kernels, whose launch takes a fraction of the host time of a PyTorch copy."""
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 from __future__ import annotations
@@ -13,8 +13,8 @@ import triton.language as tl
 from patchclamp.kernels import switches
 from patchclamp.kernels.relaunch import relauncher
 
-CHUNK = 1024  # at most this many words per program
-HEADER_WORDS = tl.constexpr(3)  # of a chunk: its offset in the tables, its offset in staging, its length
+CHUNK = 1024  # maximum words per chunk, which one Triton program copies
+HEADER_WORDS = tl.constexpr(3)  # per chunk: its offset in the tables, its offset in staging, its length
 
 _ready: dict[tuple[str, int | None], Callable[..., None]] = {}
 
@@ -33,10 +33,10 @@ def _upload(staging, tables, BLOCK: tl.constexpr):
 
 
 def upload(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
-    """Copy `chunks` runs of 32-bit words from pinned memory into `tables`, on the current stream.
+    """Copy `chunks` chunks of 32-bit words from pinned memory into `tables`, on the current stream.
 
     staging: int32, starts with three words per chunk: its offset in `tables`, its offset in `staging`, and its length
-        in words, at most `CHUNK`. The caller keeps it unchanged until the device has read it
+        in words, at most `CHUNK`. Must stay unchanged until the device has read it
     """
     if switches.enabled("pinned_upload"):
         try:
@@ -48,7 +48,7 @@ def upload(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
 
 
 def copy_chunks(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
-    """The plain version of `upload`: one torch copy per chunk."""
+    """Run the plain version of `upload`: one torch copy per chunk."""
     for to, at, count in staging[: 3 * chunks].view(-1, 3).tolist():
         tables[to : to + count].copy_(staging[at : at + count], non_blocking=True)
 

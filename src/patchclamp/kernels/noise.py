@@ -2,11 +2,11 @@
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", doi:10.1145/2063384.2063405) maps
 (seed, position, site, index) to 32 bits. The lowest bit is the sign. The other 31 bits, m, index a table: ε is the
-half-normal quantile at the tail (m + ½) / 2³¹, by the octave of m, linear within each of its 2⁷ bins, in integers of
-2⁻²⁷. The error against the exact quantile is at most 4·10⁻⁶; the largest ε is 6.4. Box-Muller would not be
+half-normal quantile at the tail (m + ½) / 2³¹, tabulated by octaves of m with 2⁷ bins each, linear within a bin, in
+integers of 2⁻²⁷. The error against the exact quantile is at most 4·10⁻⁶; the largest ε is 6.4. Box-Muller would not be
 reproducible, since libraries differ in the last bits of sine and logarithm.
 
-    W width of a row
+    W row width
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from statistics import NormalDist
 import numpy as np
 
 PARTS, FRACTION = 7, 27  # 2^PARTS parts per octave; the table is in units of 2^-FRACTION
-OCTAVES = 31  # octaves of m from 1 on; m = 0 has its own row after them
+OCTAVES = 31  # octaves of m from 1 on; m = 0 has a separate row after them
 MASK, MULTIPLIERS, STEPS = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
 @functools.cache
 def quantiles() -> np.ndarray:
-    """The half-normal quantiles at the bin edges, [OCTAVES + 1, 2^PARTS + 1] int32; rows decrease."""
+    """Return the half-normal quantiles at the bin edges, [OCTAVES + 1, 2^PARTS + 1] int32, decreasing along rows."""
     exact = np.vectorize(NormalDist().inv_cdf)
     table = np.zeros((OCTAVES + 1, (1 << PARTS) + 1), np.int32)
     for octave in range(OCTAVES):
@@ -34,7 +34,7 @@ def quantiles() -> np.ndarray:
 
 
 def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox4x32-10: four 32-bit words, in uint64, from a counter of four words and a key of two."""
+    """Run Philox4x32-10: four 32-bit words, in uint64, from a counter of four words and a key of two."""
     mask, half = np.uint64(MASK), np.uint64(32)
     c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
     k0, k1 = key
@@ -47,7 +47,7 @@ def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.nda
 
 
 def normals(seed: int, position: int, site: int, width: int) -> np.ndarray:
-    """The noise ε of a row, fp32 [W]; the plain version."""
+    """Return a row's noise ε, fp32 [W]; the plain version."""
     group = np.arange(-(-width // 4), dtype=np.uint64)
     zero = np.zeros_like(group)
     words = philox((group, zero + np.uint64(position), zero + np.uint64(site), zero), (seed & MASK, seed >> 32))

@@ -1,8 +1,8 @@
-"""Attention scores of a few queries over keys in a paged cache, in Triton: `kernels.attention.scores` without a copy of
+"""Attention scores of a few queries over keys in a paged cache, in Triton: `kernels.attention.scores` without copying
 the keys.
 
-B requests · N queries of each · T key positions · H query heads · K key/value heads · E head size · R blocks of a
-request · L rows of a tile: the queries of all heads that read one key/value head
+B requests · N queries per request · T key positions · H query heads · K key/value heads · E head size · R blocks per
+request · L rows of a tile: the queries of all heads that share a key/value head
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def paged_scores(
     query_BNHE: torch.Tensor, key_RKNE: torch.Tensor, block_BR: torch.Tensor, position_BN: torch.Tensor,
     facts: AttentionFacts, first: int, heads: int, count: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The scores of heads first … first + heads − 1 over the keys of positions 0 … count − 1, [B, N, H, T].
+    """Return the scores of heads first … first + heads − 1 over the keys at positions 0 … count − 1, [B, N, H, T].
 
-    key_RKNE: the cache's keys, R blocks of N positions, in any strides whose last is 1
-    block_BR: the blocks of each request
+    key_RKNE: the cache's keys, R blocks of N positions, in any strides with a last stride of 1
+    block_BR: each request's blocks
     """
     requests, queries, all_heads, width = query_BNHE.shape
     size, page = all_heads // key_RKNE.shape[1], key_RKNE.shape[2]

@@ -1,6 +1,6 @@
-"""The reference kernel, written to be read: one row and one record at a time. The fast kernels must equal it.
+"""The reference kernel, written for readability: one row and one record at a time. The fast kernels must equal it.
 
-R rows · W width of the point · B elements in the bank · K elements in the step's capture buffer
+R rows · W point width · B elements in the bank · K elements in the step's capture buffer
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def apply(
     bits_R: np.ndarray | None = None,
 ) -> np.ndarray:
     """Apply a point's records to fp32 rows in place; writes captured rows to `kept_K` and stored rows to `bank_B`.
-    Returns edited [R] bool.
+    Returns a mask of the edited rows, bool [R].
 
     token_R: the rows' token ids, if any record needs them
     code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
@@ -63,7 +63,7 @@ def apply(
         for number in range(table.first[slot, point], table.first[slot, point + 1]):
             kind = int(table.records["kind"][number])
             record, applies, matched = named(table.records[number : number + 1], kind)[0], matched, True
-            if kind == WHEN:  # after a MATCH that does not match, the edit is skipped too
+            if kind == WHEN:  # after an unmatched MATCH, the edit is skipped too
                 latch, latched = int(record["latch"]), table.latches[slot]
                 held = bool(bits_R[r] >> record["bit"] & 1) if latch < 0 else position >= latched[latch]
                 matched = applies and held
@@ -109,9 +109,9 @@ def apply(
 
 
 def between(rows: RowLabels, r: int, token_R: np.ndarray, record: np.void, latches: np.ndarray) -> tuple[bool, bool]:
-    """True if a row's token is strictly between delimiters, and True if the last delimiter up to it opens."""
+    """Return True if a row's token is strictly between delimiters, and True if the last delimiter up to it opens."""
     opening, closing = int(record["opening"]), int(record["closing"])
-    for row in range(r, r - rows.rank[r] - 1, -1):  # back through the step's rows of this request
+    for row in range(r, r - rows.rank[r] - 1, -1):  # backwards through this request's rows of the step
         if rows.position[row] < record["start"]:
             return bool(record["inside"]), bool(record["inside"])
         if token_R[row] in (opening, closing):
@@ -122,19 +122,19 @@ def between(rows: RowLabels, r: int, token_R: np.ndarray, record: np.void, latch
 
 
 def _set(bits_R: np.ndarray, r: int, record: np.void, held: bool) -> None:
-    """Set or clear a record's bit of a row."""
+    """Set or clear a record's bit in a row's bits."""
     bits_R[r] = bits_R[r] & ~(1 << int(record["bit"])) | int(held) << int(record["bit"])
 
 
 def _product(h_W: np.ndarray, record: np.void, bank_B: np.ndarray) -> np.float32:
-    """The product of a row's columns with the vector of a test, summed in fp64."""
+    """Return the product of a row's columns with a test's vector, summed in fp64."""
     begin, columns = int(record["vector"]), columns_of(record)
     v_W = bank_B[begin : begin + len(h_W)][columns]
     return np.float32(v_W.astype(np.float64) @ h_W[columns].astype(np.float64))
 
 
 def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray) -> np.ndarray:
-    """The edited columns of a row, after one record's edit."""
+    """Return a row's columns after one record's edit."""
     kind, columns, width = record["kind"], columns_of(record), len(h_W)
     if kind == NOISE:
         first = int(record["first_column"])
@@ -165,38 +165,38 @@ def _edited(h_W: np.ndarray, record: np.void, position: int, bank_B: np.ndarray)
 
 
 def linear(h_W: np.ndarray, v_W: np.ndarray, h_scale: np.float32, v_scale: np.float32) -> np.ndarray:
-    """h_scale·h + v_scale·v in fp32, each product and the sum rounded; a scale of 0 omits its term, even if NaN."""
+    """Return h_scale·h + v_scale·v in fp32, each product and the sum rounded; a scale of 0 omits its term, even NaN."""
     scaled = ((h_scale, h_W), (v_scale, v_W))
     terms = [scale * term if scale != 1 else term for scale, term in scaled if scale != 0]
     return sum(terms[1:], terms[0]) if terms else np.zeros_like(h_W)
 
 
 def blend(h_W: np.ndarray, v_W: np.ndarray, a_W: np.ndarray) -> np.ndarray:
-    """(1 − a)·h + a·v in fp32, each operation rounded; exactly h where a is 0 and v where a is 1, even with NaN."""
+    """Return (1 − a)·h + a·v in fp32, each operation rounded; exactly h where a is 0 and v where a is 1, even NaN."""
     mixed_W = (np.float32(1) - a_W) * h_W + a_W * v_W
     return np.where(a_W == 0, h_W, np.where(a_W == 1, v_W, mixed_W))
 
 
 def along(e_KW: np.ndarray, h_W: np.ndarray) -> np.ndarray:
-    """The products of a row with others, summed in fp64."""
+    """Return a row's products with the rows `e_KW`, summed in fp64."""
     return (e_KW.astype(np.float64) @ h_W.astype(np.float64)).astype(np.float32)
 
 
 def gated(p_K: np.ndarray, numbers_K5: np.ndarray) -> np.ndarray:
-    """The factors of a `plan.bound.Factored` action: offset + slope · q where q = p + bias is above the threshold."""
+    """Return a `plan.bound.Factored` action's factors: offset + slope · q where q = p + bias exceeds the threshold."""
     bias, threshold, offset, slope, otherwise = numbers_K5.T
     q_K = p_K + bias
     return np.where(q_K > threshold, offset + slope * q_K, otherwise)
 
 
 def added(h_W: np.ndarray, g_K: np.ndarray, d_KW: np.ndarray) -> np.ndarray:
-    """h + Σ g · d, where the sum is in fp64; exactly h where it is 0."""
+    """Return h + Σ g · d, with the sum in fp64; exactly h where the sum is 0."""
     sum_W = (g_K.astype(np.float64) @ d_KW.astype(np.float64)).astype(np.float32)
     return np.where(sum_W == 0, h_W, h_W + sum_W)
 
 
 def products(h_W: np.ndarray, record: np.void, bank_B: np.ndarray) -> np.ndarray:
-    """The products of a row's columns with each row of a capture's matrix, summed in fp64."""
+    """Return a row's products, over the record's columns, with each row of a capture's matrix, summed in fp64."""
     count, width, columns = int(record["products"]), len(h_W), columns_of(record)
     matrix_KW = bank_B[record["matrix"] : record["matrix"] + count * width].reshape(count, width)[:, columns]
     return (matrix_KW.astype(np.float64) @ h_W[columns].astype(np.float64)).astype(np.float32)
@@ -210,7 +210,7 @@ def project(h_W: np.ndarray, v_W: np.ndarray, low: np.float32, high: np.float32)
 
 
 def add_normed(h_W: np.ndarray, v_W: np.ndarray, scale: np.float32) -> np.ndarray:
-    """h + scale·(|h| / |v|)·v, with lengths from sums in fp64; h is unchanged where v is 0."""
+    """Return h + scale·(|h| / |v|)·v, with norms from sums in fp64; h is unchanged if v is 0."""
     squares = [np.sum(row_W.astype(np.float64) ** 2) for row_W in (h_W, v_W)]
     factor = scale * np.float32(np.sqrt(squares[0] / squares[1])) if squares[1] else 0
     return h_W + factor * v_W if factor != 0 else h_W
@@ -219,8 +219,8 @@ def add_normed(h_W: np.ndarray, v_W: np.ndarray, scale: np.float32) -> np.ndarra
 def rotate(
     h_W: np.ndarray, a_W: np.ndarray, b_W: np.ndarray, cos: np.float32, sin: np.float32, relative: bool
 ) -> np.ndarray:
-    """Rotate h in the plane of two orthonormal vectors a and b, to an angle or by it; h + (a′ − a)·a + (b′ − b)·b with
-    coordinates in fp64."""
+    """Rotate h in the plane of orthonormal vectors a and b, to an angle or, if `relative`, by it:
+    h + (a′ − a)·a + (b′ − b)·b, with coordinates in fp64."""
     a, b = (float(h_W.astype(np.float64) @ unit_W.astype(np.float64)) for unit_W in (a_W, b_W))
     length, cos64, sin64 = np.sqrt(a * a + b * b), float(cos), float(sin)
     to_a, to_b = (a * cos64 - b * sin64, a * sin64 + b * cos64) if relative else (length * cos64, length * sin64)
@@ -228,7 +228,7 @@ def rotate(
 
 
 def noise(h_W: np.ndarray, e_W: np.ndarray, std: np.float32, relative: bool) -> np.ndarray:
-    """h + std·ε; if `relative`, std is multiplied by the root mean square of h."""
+    """Return h + std·ε; if `relative`, std is multiplied by h's root mean square."""
     if relative:
         std = std * np.float32(np.sqrt(np.mean(h_W.astype(np.float64) ** 2)))
     return h_W + std * e_W if std != 0 else h_W

@@ -11,15 +11,15 @@ import torch
 from patchclamp.kernels import switches
 
 PREFIX = ("gridX", "gridY", "gridZ", "stream", "function")
-# The launcher's parameters in Triton 3.5 and 3.6, and in 3.7 to 3.9. Metadata and hooks (None here) are the next four
-# positional arguments in both, so a profiler that hooks launches sees only the first launch of a kernel.
+# The launcher's parameters in Triton 3.5 and 3.6, and in 3.7 to 3.9. In both, the next four positional arguments are
+# metadata and hooks. They are None, so a profiler that hooks launches sees only a kernel's first launch.
 LAUNCHERS = (
     (*PREFIX, "args"), (*PREFIX, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
 )  # fmt: skip
 
 
 def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], device: int) -> Callable[..., None]:
-    """`launch(programs, *args)` of a kernel launched before, on the current stream with `same`, `args`, `constants`."""
+    """Return `launch(programs, *args)` for an already launched kernel; it uses the current stream and `constants`."""
 
     def plain(programs: int, *args: Any) -> None:
         kernel[programs, 1, 1](*same, *args, *constants)
@@ -28,7 +28,7 @@ def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], d
         run = kernel.run
         parameters = tuple(inspect.signature(type(run).__call__).parameters)[1:]
         function, metadata, stream = kernel.function, kernel.packed_metadata, torch._C._cuda_getCurrentRawStream
-    except (AttributeError, TypeError, ValueError) as error:  # another version of Triton
+    except (AttributeError, TypeError, ValueError) as error:  # another Triton version
         switches.give_up("launcher", error)
         return plain
     if parameters not in LAUNCHERS or not switches.enabled("launcher"):

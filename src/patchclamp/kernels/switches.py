@@ -1,4 +1,4 @@
-"""Off switches for optimizations: each has a plain fallback, used if it is switched off or fails.
+"""Off switches for optimizations: each has a plain fallback, for when the optimization is off or fails.
 
 PATCHCLAMP_DISABLE=op_class,cut_graphs patchclamp sweep ...
 """

@@ -1,6 +1,6 @@
 """Asynchronous copies between host and device.
 
-PyTorch synchronizes with a CUDA device before it copies from or to pageable host memory.
+PyTorch synchronizes with a CUDA device before it copies to or from pageable host memory.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 
 def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy an array, or a tensor in pageable host memory, to a device; on the CPU the result may share its memory. The
-    result is contiguous: kernels, including vLLM's, index from its first element and ignore strides."""
+    """Copy an array, or a tensor in pageable host memory, to a device; on the CPU the result may share memory with it.
+    The result is contiguous: kernels, including vLLM's, index from the first element and ignore strides."""
     tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
     tensor = tensor.contiguous()
     if torch.device(device).type != "cuda":

@@ -12,11 +12,11 @@ from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.tokens import as_integer
 from patchclamp.language.values import Converted, as_flag, as_number, field
 
-MAX_DEPTH = 64  # of nested conditions; a program has fewer comparisons and joins
+MAX_DEPTH = 64  # nesting depth; a program has fewer comparisons and joins
 
 
 class ProbeCondition(Converted, frozen=True):
-    """Base of conditions. A condition is decided where the model runs, token by token."""
+    """Base of conditions, which are evaluated per token where the model runs."""
 
     def __and__(self, other: ProbeCondition) -> ProbeCondition:
         parts = (each.conditions if isinstance(each, Every) else (each,) for each in (self, check_condition(other)))
@@ -86,7 +86,7 @@ def check_condition(value: object, path: str | None = None) -> ProbeCondition:
 
 
 def comparisons(condition: ProbeCondition) -> list[Above]:
-    """The comparisons in a condition, from left to right."""
+    """Return a condition's comparisons, from left to right."""
     if isinstance(condition, Not):
         return comparisons(condition.condition)
     if isinstance(condition, Every):
@@ -106,7 +106,7 @@ def holding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Any:
 
 
 def deciding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Above:
-    """Return the first comparison, from left to right, that decides a condition at one token."""
+    """Return the leftmost comparison that decides a condition at one token."""
     if isinstance(condition, Not):
         return deciding(condition.condition, above)
     if isinstance(condition, Every):
@@ -117,7 +117,7 @@ def deciding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Above:
 
 
 def condition_data(condition: ProbeCondition, probe_data: Any) -> dict[str, Any]:
-    """A condition as plain data; `probe_data` converts a probe."""
+    """Convert a condition to plain data; `probe_data` converts a probe."""
     if isinstance(condition, Not):
         return {"type": "not", "condition": condition_data(condition.condition, probe_data)}
     if isinstance(condition, Every):

@@ -11,12 +11,11 @@ import numpy as np
 from patchclamp.errors import ProgramError
 from patchclamp.language.sae import SAE
 
-PRECISIONS = ("float32", "model")  # of an SAE's matrices; "model": the model's dtype
+PRECISIONS = ("float32", "model")  # an SAE's matrices; "model": the model's dtype
 
 
 class FeatureRows(NamedTuple):
-    """Some features of a local SAE. A feature is q = encoder · row + bias where q exceeds its threshold, and 0
-    elsewhere.
+    """Features of a local SAE. A feature's value is q = encoder · row + bias if q exceeds its threshold, else 0.
 
     encoder, decoder: [k, D], [k, O] · bias, threshold: [k]
     """
@@ -28,7 +27,7 @@ class FeatureRows(NamedTuple):
 
     @classmethod
     def of(cls, sae: SAE, ids: Sequence[int]) -> FeatureRows:
-        """The features with these ids, with a gate's scale folded into the encoder."""
+        """Select the features `ids`, with a gate's scale folded into the encoder."""
         some = list(ids)
         encoder, bias = sae.encoder[some].astype(np.float64), sae.encoder_bias[some].astype(np.float64)
         threshold = np.zeros(len(some)) if sae.threshold is None else sae.threshold[some].astype(np.float64)
@@ -44,10 +43,10 @@ class DictionaryCard(msgspec.Struct, frozen=True):
 
     at, to: the sites it reads and writes, as text
     features: the number of features
-    is_local: True if a feature depends on one product with the row (`SAE.is_local`)
-    normalizes: True if rows are normalised, so that outputs are scaled back to each row
+    is_local: True if each feature depends on a single product with the row (`SAE.is_local`)
+    normalizes: True if rows are normalised before the encoder, and outputs scaled back
     content: `SAE.content`
-    dtype: the dtype of its matrices, and of the rows it reads
+    dtype: the dtype of its matrices and of its input rows
     """
 
     name: str
@@ -61,7 +60,7 @@ class DictionaryCard(msgspec.Struct, frozen=True):
 
 
 class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
-    """A read of features by the SAE of this name: the largest of each row, or those in `ids`.
+    """Reads features of the SAE `name`: each row's largest, or the features `ids`.
 
     content: the SAE's `content`; "": any SAE with this name
     first: the first column it reads, for an SAE at a part of a site
@@ -76,7 +75,7 @@ class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
 class SAEOption(NamedTuple):
     """An SAE that an engine attaches when it starts: `NAME=PATH`, or `NAME=PATH@SITE`.
 
-    site: the site it reads; "": the one in its file
+    site: the site it reads; "": the site in its file
     """
 
     name: str
@@ -94,7 +93,7 @@ class SAEOption(NamedTuple):
 
 
 def to_file(sae: SAE, path: str) -> None:
-    """Write an SAE in our own format, for another process (`SAE.save` writes SAELens' format)."""
+    """Write an SAE in patchclamp's format, for another process (`SAE.save` writes SAELens' format)."""
     from safetensors.numpy import save_file
 
     fields = msgspec.structs.asdict(sae)

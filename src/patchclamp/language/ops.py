@@ -2,7 +2,7 @@
 
 Each op acts `at` a site (a `Site` or its text form) on a selection of `tokens` (default: all).
 
-Fuzzing takes scalars in a request's `extra_args` (`vllm_xargs` over HTTP), as shorthand for one op at the embedding:
+Fuzzing arguments are scalars in a request's `extra_args` (`vllm_xargs` over HTTP), shorthand for one embedding op:
 
 fuzz_strength   noise as a multiple of the row's root mean square; 0 means no program
 fuzz_seed       seed of the noise, default 0
@@ -58,13 +58,13 @@ __all__ = [  # re-exported by `patchclamp.language` and `patchclamp`
     "Ablate", "Add", "Apply", "Capture", "Clamp", "Features", "Knockout", "Lens", "LowRank", "Mean", "Noise", "Probe",
     "Reconstruct", "Replace", "Rotate", "Scale", "SetFeature", "Use", "When", "Zero",
 ]  # fmt: skip
-SCOPES = ("token", "prompt", "onwards")  # of `When`
-FEATURE_MODES = ("set", "add", "scale")  # of `SetFeature`
-MAX_FEATURES = 1024  # of one op
-ACTIVATIONS = ("sigmoid", "relu", "softmax")  # of probes
+SCOPES = ("token", "prompt", "onwards")  # scopes of `When`
+FEATURE_MODES = ("set", "add", "scale")  # modes of `SetFeature`
+MAX_FEATURES = 1024  # per op
+ACTIVATIONS = ("sigmoid", "relu", "softmax")  # activations of probes
 MAX_TOP = 128  # likeliest tokens of a lens, or largest features
 DEFAULT_TOP = 32  # largest features
-NORMS = ("match",)  # of added vectors
+NORMS = ("match",)  # norm options of `Add`
 APPLY_ARGUMENTS = ("positions", "site")  # optional arguments of an `Apply` function
 
 
@@ -75,7 +75,7 @@ def as_site(value: Site | At | str) -> Site:
 
 
 def as_bias(value: ValueLike) -> Vector:
-    """Convert to numbers [k]."""
+    """Convert to a vector [k]."""
     vector = as_numbers(value)
     if not isinstance(vector, Vector):
         raise ProgramError(f"expected numbers, got the name {vector.name!r}")
@@ -92,7 +92,7 @@ def as_probe_name(value: object) -> str:
 
 
 def as_conditional_edits(value: Op | Iterable[Op]) -> tuple[Op, ...]:
-    """Make a tuple of edits from one or several."""
+    """Return a tuple of one or more edits."""
     edits = (value,) if isinstance(value, Op) else tuple(as_items(value, "edits"))
     for i, edit in enumerate(edits):
         if not isinstance(edit, SiteOp) or isinstance(edit, (Readout, Apply)):
@@ -110,7 +110,7 @@ def as_top(value: int) -> int:
 
 
 def as_spans(value: Iterable[TokensLike]) -> tuple[Tokens, ...]:
-    """Parse several selections of tokens."""
+    """Parse token selections."""
     spans = tuple(map(parse_tokens, as_items(value, "")))
     if not 1 <= len(spans) <= MAX_TOP:
         raise ProgramError(f"expected 1 to {MAX_TOP} selections, got {len(spans)}")
@@ -118,7 +118,7 @@ def as_spans(value: Iterable[TokensLike]) -> tuple[Tokens, ...]:
 
 
 def as_feature_ids(value: int | Iterable[int]) -> tuple[int, ...]:
-    """Make a tuple of feature ids from one or several."""
+    """Return a tuple of one or more feature ids."""
     several: list[Any] = [value] if hasattr(value, "__index__") else as_items(value, "")
     ids = tuple(map(as_integer, several))
     if not 1 <= len(ids) <= MAX_FEATURES or min(ids) < 0 or len(set(ids)) < len(ids):
@@ -127,18 +127,18 @@ def as_feature_ids(value: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def as_feature_values(value: float | Iterable[float]) -> tuple[float, ...]:
-    """Make a tuple of numbers from one or several."""
+    """Return a tuple of one or more feature values."""
     numbers: Any = as_plain(value)
     return tuple(map(as_number, numbers if isinstance(numbers, (list, tuple)) else [numbers]))
 
 
 def _translators(value: Any) -> tuple[Translator, ...] | None:
-    """Leave translators to `Lens`, which converts them by its site."""
+    """Return translators unchanged; `Lens` converts them, since that requires its site."""
     return value
 
 
 def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
-    """Check that a value is a function of rows, as `Apply` describes."""
+    """Check that a value is a function that `Apply` accepts."""
     if not callable(value):
         raise ProgramError(f"expected a function of rows, got {value!r}")
     _wanted_arguments(value)
@@ -146,7 +146,7 @@ def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The arguments `fn` takes in addition to the rows. Raises `ProgramError` if it requires any others."""
+    """Return the optional arguments `fn` takes. Raises `ProgramError` if it requires any others."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):  # C functions may have no signature
@@ -169,7 +169,7 @@ class Op(Converted, frozen=True, tag=str.lower):
 
 
 class _Placed:
-    """The two fields shared by all site ops; each op declares them in its own order."""
+    """The two fields of every site op; each op declares them in its own order."""
 
     __slots__ = ()
     at: Site
@@ -177,7 +177,7 @@ class _Placed:
 
 
 class SiteOp(Op, _Placed, frozen=True):
-    """Base of all ops except `Use`: they act `at` a site on a selection of `tokens`."""
+    """Base of ops that act `at` a site on a selection of `tokens`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.at, At):  # pc.z[5] @ pc.prompt[-1]
@@ -209,15 +209,15 @@ class Readout(SiteOp, frozen=True):
 class Capture(Readout, frozen=True, forbid_unknown_fields=True):
     """Record h after all preceding ops, in `dtype`: float32, bfloat16 or float16.
 
-    `project`, a matrix W [k, D] with at most D rows, records W h instead: k numbers rather than D, for directions or
-    the first components of a PCA. W h is computed in the worker and rounded to fp32, then to `dtype`. A run captures a
-    site either whole or through one W; a `Probe` has its own matrix.
+    `project`, a matrix W [k, D] with at most D rows, records W h [k] instead of h [D], such as projections on
+    directions or principal components. The worker computes W h and rounds it to fp32, then to `dtype`. A run captures
+    a site either whole or through one W; a `Probe` has its own matrix.
 
     `pool` reduces the selected tokens to one row: "mean", "max" (per column) or "last".
 
-    At `pattern` and `attn_scores` the selected tokens are queries, and a row has one number per key position, cached
-    keys included, computed in fp32 in the worker. `keys` keeps only a selection's keys, `spans` one sum per selection,
-    and `top` each head's n largest, which `run.attention[site]` returns with their positions.
+    At `pattern` and `attn_scores` the selected tokens are queries, and a row has one value per key position, cached
+    keys included, computed in fp32 in the worker. `keys` restricts the keys, `spans` sums each selection of keys, and
+    `top` keeps each head's n largest values, which `run.attention[site]` returns with their positions.
     """
 
     at: Site = field(converter=as_site)
@@ -248,10 +248,10 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
 
 
 class Probe(Readout, frozen=True, forbid_unknown_fields=True):
-    """A linear probe: activation(W h + b) for each selected token, k numbers computed in the worker.
+    """A linear probe: activation(W h + b) for each selected token, k scores computed in the worker.
 
     `weight` W is [k, D] or [D] (k = 1), `bias` b is [k]; `activation` is None, "sigmoid", "relu" or "softmax" (over
-    the k). With `pool`, "mean", "max" or "last", W h + b is pooled over the selected tokens before the activation, so
+    k). With `pool`, "mean", "max" or "last", W h + b is pooled over the selected tokens before the activation, so
     "mean" matches a probe fitted on mean rows. `run.probes[name]` is [T, k], or [k] if pooled. A site may have many
     probes and still be captured.
 
@@ -273,7 +273,7 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
             raise ShapeError(f"expected one number per output ({outputs}), got {list(self.bias.shape)}", "bias")
 
     def __getitem__(self, output: int) -> Output:
-        """One of the k outputs, for comparison with a number in a condition: `probe[2] > 0.5`."""
+        """Return output `output`, for comparison with a number in a condition: `probe[2] > 0.5`."""
         return Output(self, output)
 
     def __gt__(self, threshold: float) -> ProbeCondition:
@@ -294,7 +294,7 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         activation: str | None = None, name: str | None = None,
     ) -> Probe:  # fmt: skip
         """Load a probe from a .safetensors, .npz or .npy file: `weight` [k, D] and optionally `bias` [k], or `coef_`
-        and `intercept_`. `name` defaults to the file's stem, `activation` to the one in the file's metadata. Raises
+        and `intercept_`. `name` defaults to the file's stem, `activation` to the value in its metadata. Raises
         `ProgramError` or `ShapeError` for a file that is not a probe."""
         arrays, metadata = read_probe(path)
         return cls(
@@ -307,25 +307,25 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         cls, model: Any, at: Site | At | str, *, name: str, tokens: Any = every, pool: str | None = None,
         activation: str | None = None,
     ) -> Probe:  # fmt: skip
-        """Make a probe from a fitted linear model of scikit-learn, a pipeline of a `StandardScaler` and such a model
-        (the scaler is folded into weight and bias), or a `torch.nn.Linear`. The activation is of its probabilities:
-        "sigmoid" for two classes, "softmax" for more. Raises `ProgramError` if its own scores of random rows differ."""
+        """Make a probe from a fitted scikit-learn linear model, a pipeline of `StandardScaler` and such a model (the
+        scaler is folded into weight and bias), or a `torch.nn.Linear`. A classifier's activation is "sigmoid" for two
+        classes and "softmax" for more. Raises `ProgramError` if the model's own scores of random rows differ."""
         weight, bias, activation = linear_model(model, activation)
         return cls(weight, at, tokens, bias, activation, pool, name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write weight, bias and activation to a .safetensors file, for `load`. The site is not part of the file."""
+        """Write weight, bias and activation to a .safetensors file, for `load`. The site is not saved."""
         if isinstance(self.weight, Named):
             raise ProgramError(f"expected numbers to save, got the bank name {self.weight.name!r}", "weight")
         bias = None if self.bias is None else self.bias.array()
         write_probe(path, self.weight.rows(), bias, self.activation)
 
 
-MAX_LAYERS = 1 << 16  # of a translator, whose model is not known yet
+MAX_LAYERS = 1 << 16  # layers of translators, before the model is known
 
 
 class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
-    """An affine map, A h + b, that a lens applies to a layer's rows before it reads them.
+    """An affine map, A h + b, that a lens applies to a layer's rows first.
 
     matrix, bias: A [D, D]; b [D] or None
     """
@@ -354,10 +354,10 @@ class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
 
 def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
-    """The translators of a site's layers, in order, from A [D, D] or (A, b [D]) by layer, the result of `fit_lens`, or
-    its file. A site without explicit layers covers those with a translator; an open range ends at the last of them.
+    """Return the translators of a site's layers, in order. `value`: A [D, D] or (A, b [D]) by layer, a `fit_lens`
+    result, or its file. A site without layers covers all translated layers; an open range ends at the last one.
 
-    Raises `ProgramError` if a layer has no translator, or if the result is for another site.
+    Raises `ProgramError` if a layer has no translator, or if `value` is a result for another site.
     """
     site = at.name
     if isinstance(value, (str, os.PathLike)):
@@ -379,7 +379,7 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     layers = by_layer if layers is None else (layers,) if isinstance(layers, int) else layers
     missing = next(
         (layer for layer in layers if layer not in by_layer), None
-    )  # the first: a client's range may be huge
+    )  # the first only: a client's range may be huge
     if not layers or missing is not None:
         known = [*map(str, itertools.islice(by_layer, 8)), *(["…"] if len(by_layer) > 8 else [])]
         raise ProgramError(
@@ -389,8 +389,8 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
 
 
 def read_translators(path: str | os.PathLike[str]) -> tuple[str, dict[int, Any]]:
-    """Read the site and the translators, (A, b) by layer, of a saved result of `fit_lens`. Raises `ProgramError` for
-    any other file."""
+    """Read the site and the translators, (A, b) by layer, of a saved `fit_lens` result. Raises `ProgramError` for any
+    other file."""
     try:
         arrays, metadata = read_arrays(path)
         if metadata.get("study") != "FitLensResult":
@@ -407,15 +407,15 @@ def read_translators(path: str | os.PathLike[str]) -> tuple[str, dict[int, Any]]
 
 
 class Lens(Readout, frozen=True, forbid_unknown_fields=True):
-    """The logit lens: the `top` likeliest tokens, with log-probabilities, if the model stopped at a selected row.
+    """The logit lens: the `top` likeliest tokens, with log-probabilities, decoded directly from each selected row.
 
-    The row goes through the model's own final norm and unembedding, in the worker, when `run.lens[site]` is read;
-    log-probabilities are computed in fp32. The site must have the stream's width and one row per layer. A site may have
-    several lenses and still be captured.
+    The worker applies the model's own final norm and unembedding to the row when `run.lens[site]` is read, and computes
+    log-probabilities in fp32. The site must have the stream's width and one row per layer. A site may have several
+    lenses and still be captured.
 
     `translators` make it a tuned lens or a Jacobian lens, which reads A h + b: a matrix A [D, D] or a pair (A, b [D])
-    by layer, the result of `pc.studies.fit_lens`, or its file. The lens then reads the layers that have a translator;
-    a number or a range in `at` chooses among them, counted from 0.
+    by layer, the result of `pc.studies.fit_lens`, or its file. The lens then reads the layers with a translator; an
+    index or range in `at` selects among these layers, counted from 0.
 
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens" (LessWrong); Belrose et al. 2023 (arXiv:2303.08112).
     """
@@ -440,7 +440,7 @@ class Lens(Readout, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, name, value)
 
     def check_width(self, width: int) -> None:
-        """Raise `ShapeError` if its translators are for rows of another width."""
+        """Raise `ShapeError` if its translators expect another row width."""
         for one in self.translators or ():
             if one.matrix.shape != (width, width):
                 path = f"translators[{one.layer}]"
@@ -460,17 +460,17 @@ def check_lens_site(at: Site) -> None:
 
 
 class FeatureOp(SiteOp, frozen=True):
-    """Base of edits by an attached SAE, at its site and on a selection of `tokens`."""
+    """Base of edits that use an attached SAE, at its site and on `tokens`."""
 
     __post_init__ = Converted.__post_init__
     name: str
 
 
 class Features(Readout, frozen=True, forbid_unknown_fields=True):
-    """Features of the SAE attached as `name`, at its site: the `top` largest of each selected token (default 32), or
-    those in `ids`.
+    """Features of the SAE attached as `name`, at its site: each selected token's `top` largest (default 32), or the
+    features `ids`.
 
-    They are computed and selected in the worker at the end of each step; the row itself is not kept.
+    The worker computes and selects them at the end of each step; the row itself is not kept.
     Source: Cunningham et al. 2023 (arXiv:2309.08600); Bricken et al. 2023, "Towards monosemanticity".
     """
 
@@ -487,7 +487,7 @@ class Features(Readout, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, "top", self.top or DEFAULT_TOP)
 
     def __getitem__(self, index: int) -> Output:
-        """One of the features `ids`, for comparison with a number in a condition: `features[0] > 3.5`."""
+        """Return the feature `ids[index]`, for comparison with a number in a condition: `features[0] > 3.5`."""
         return Output(self, index)
 
 
@@ -495,9 +495,9 @@ class SetFeature(FeatureOp, frozen=True, forbid_unknown_fields=True):
     """Change features of the SAE attached as `name`: h + Σ (v − f) · d over the features `id`, where f is a feature's
     value at h, d its decoder row, and v its new value. The reconstruction error is left unchanged.
 
-    `value` is v for `mode` "set" (0 ablates a feature), v − f for "add", and v / f for "scale"; one number, or one for
-    each id. With `only_if_active`, a feature that is 0 at a token stays 0. All f are measured before this op. A
-    transcoder's features come from the row it reads; their decoder rows are added where it writes.
+    `value` is v for `mode` "set" (0 ablates a feature), v − f for "add", and v / f for "scale"; one number, or one per
+    id. With `only_if_active`, a feature that is 0 at a token stays 0. All f are computed before this op. A transcoder
+    computes features at the site it reads, and adds their decoder rows at the site it writes.
 
     Source: Templeton et al. 2024, "Scaling monosemanticity"; Marks et al. 2024 (arXiv:2403.19647).
     """
@@ -518,7 +518,7 @@ class SetFeature(FeatureOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Reconstruct(FeatureOp, frozen=True, forbid_unknown_fields=True):
-    """Replace h with its reconstruction by the SAE attached as `name`, to measure what the SAE misses. A transcoder's
+    """Replace h with its reconstruction by the SAE attached as `name`, to measure the SAE's error. A transcoder's
     output replaces the row at the site it writes.
 
     Source: "loss recovered"; Bricken et al. 2023, "Towards monosemanticity".
@@ -531,7 +531,7 @@ class Reconstruct(FeatureOp, frozen=True, forbid_unknown_fields=True):
 class Add(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Add scale · v to h. v is [D], [n, D] for the n selected positions in order, or `From`.
 
-    With norm="match" v is rescaled to each row's norm, so scale · (|h| / |v|) · v is added; a v of zeros adds nothing.
+    With norm="match" v is rescaled to each row's norm: scale · (|h| / |v|) · v is added; a zero v adds nothing.
     Norms are computed in the worker, in fp64.
 
     Source: steering vectors; Turner et al. 2023 (arXiv:2308.10248), Rimsky et al. 2023 (arXiv:2312.06681). Matched
@@ -554,7 +554,7 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     (arXiv:2202.05262); subspaces from distributed alignment search; Geiger et al. 2023 (arXiv:2303.02536).
 
     At `pattern[l, h]` the value is a row of probabilities [K], or one per query, [t, K], as in `run[pc.pattern[l, h]]`;
-    keys from K on get 0. The new pattern is not renormalised.
+    keys from position K on get 0. The new pattern is not renormalised.
     """
 
     value: Value = field(converter=as_value)
@@ -586,7 +586,7 @@ class Zero(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Replace h with v: mean ablation if `value` names means stored in the bank (`lm.bank.mean`).
+    """Replace h with v; mean ablation if `value` names means in the bank (`lm.bank.mean`).
 
     Source: Wang et al. 2022 (arXiv:2211.00593).
     """
@@ -597,9 +597,9 @@ class Mean(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Use(Op, frozen=True, forbid_unknown_fields=True):
-    """Apply the edits of a named program in the bank, with every `Add` and `Noise` multiplied by `scale`.
+    """Apply the edits of a program in the bank, with every `Add` and `Noise` multiplied by `scale`.
 
-    `tokens`, if given, replaces every edit's tokens. For example, a steering module: `lm.bank["happy"] = [pc.Add(...),
+    `tokens`, if given, replaces every edit's tokens. For example, to steer: `lm.bank["happy"] = [pc.Add(...),
     pc.Add(...)]`, then `pc.Use("happy", scale=2.0)`.
     """
 
@@ -608,7 +608,7 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens | None = field(converter=optional(parse_tokens), default=None)
 
     def scaled(self, op: Op) -> Op:
-        """Return the op with this scale and these tokens. Raises `ProgramError` for an op that cannot be scaled."""
+        """Return `op` with this scale and these tokens. Raises `ProgramError` for an op that cannot be scaled."""
         changed: dict[str, Any] = {} if self.tokens is None else {"tokens": self.tokens}
         strength = {Add: "scale", Noise: "std", Use: "scale"}.get(type(op))
         if self.scale != 1.0:
@@ -622,15 +622,15 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
     """Apply edits only where a condition on probes holds, evaluated in the worker while the request runs.
 
     `condition` compares outputs of probes with numbers: `probe > 0.8`, `probe[2] <= 1`, combined by `&`, `|` and `~`.
-    It is false at tokens that one of its probes does not read. `scope` sets where the edits act:
+    It is false at tokens that any of its probes does not read. `scope` sets where the edits act:
 
-    - "token": at each of their own `tokens` where it holds;
-    - "prompt": from the last token of the prompt on, if it holds there;
-    - "onwards": from the first token on where it holds.
+    - "token": at those of their `tokens` where it holds;
+    - "prompt": from the last prompt token on, if it holds at that token;
+    - "onwards": from the first token where it holds.
 
-    The edits must come after the probes: in later layers, or, for "token", at the same site. Probes of one condition
-    read one site of a layer. Decisions match the scores in `run.probes`: all conditions on a probe are decided where
-    the program first reads it, before later edits at its site. `run.acted` has the tokens where each edit acted.
+    The edits must come after the probes: in later layers or, for "token", at the same site. Each probe of a condition
+    reads a site of one layer. Decisions match the scores in `run.probes`: all conditions on a probe are decided at its
+    first read in the program, before later edits at its site. `run.acted` has the tokens where each edit acted.
 
     Source: conditional activation steering; Lee et al. 2024 (arXiv:2409.05907).
     """
@@ -655,10 +655,10 @@ class Scale(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Knockout(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Remove edges of attention: in the heads of `at`, such as `pattern[3:8]` or `pattern[3, 1]`, the queries of
-    `tokens` do not attend to `keys`, and the probabilities of their other keys are renormalised.
+    """Remove attention edges: in the heads of `at`, such as `pattern[3:8]` or `pattern[3, 1]`, the queries `tokens` do
+    not attend to `keys`; the probabilities of the remaining keys are renormalised.
 
-    Queries before all of the keys are not edited. If all are, or a query is left without any key, it is an error.
+    Queries that precede all keys are not edited. It is an error if every query does, or if one loses all its keys.
     Source: attention knockout; Geva et al. 2023 (arXiv:2304.14767).
     """
 
@@ -674,7 +674,7 @@ class Knockout(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 class Ablate(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Remove h's component in the span of `directions`, [D] or [k, D]: h − s · Σ (h · u) u over an orthonormal basis u,
-    where s is `strength`: 1 removes all of the component, 2 reflects it.
+    where s is `strength`: 1 removes the component, 2 reflects it.
 
     The basis is computed once, in fp64, by Gram-Schmidt; linearly dependent directions are dropped.
     Source: directional ablation; Arditi et al. 2024 (arXiv:2406.11717).
@@ -724,13 +724,13 @@ class Clamp(SiteOp, frozen=True, forbid_unknown_fields=True):
 class Rotate(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Rotate h within the plane of two directions, `plane` [2, D], to an angle of `degrees`; its norm is preserved.
 
-    The plane has an orthonormal basis b₁, b₂ by Gram-Schmidt: b₁ has the direction of the first row, and b₂ is on the
-    side of the second. The part P h of h in the plane becomes |P h| (cos θ b₁ + sin θ b₂): at 0 degrees it points along
-    b₁, at 90 along b₂ and at 180 away from b₁. With `relative` it is turned by θ from its current angle, from b₁
-    towards b₂. A row orthogonal to the plane is unchanged.
+    Gram-Schmidt gives the plane's orthonormal basis b₁, b₂: b₁ along the first row, b₂ on the side of the second. The
+    projection P h on the plane becomes |P h| (cos θ b₁ + sin θ b₂): at 0 degrees it points along b₁, at 90 along b₂
+    and at 180 away from b₁. With `relative`, P h is rotated by θ from b₁ towards b₂. A row orthogonal to the plane is
+    unchanged.
 
-    Source: angular steering; Vu and Nguyen 2025 (arXiv:2510.26243). Its adaptive form, which rotates only rows along a
-    direction, is `When(probe > 0, Rotate(...))`.
+    Source: angular steering; Vu and Nguyen 2025 (arXiv:2510.26243). Its adaptive form,
+    `When(probe > 0, Rotate(...))`, rotates only rows aligned with a direction.
     """
 
     plane: Vector | Named = field(converter=as_plane)
@@ -741,11 +741,10 @@ class Rotate(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Add std · ε to h; if `relative`, std is multiplied by the root mean square of the row.
+    """Add std · ε to h; if `relative`, std is multiplied by the row's root mean square.
 
-    ε is standard normal and depends only on `seed`, the token's position, the site and the index in the row
-    (`kernels.noise`), so it is the same on every engine and in every batch. With `n` samples of a prompt, sample i uses
-    `seed` + i.
+    ε is standard normal and depends only on `seed`, the token's position, the site and the column (`kernels.noise`), so
+    it is the same on every engine and in every batch. With `n` samples of a prompt, sample i uses `seed` + i.
     Source: fuzzing; Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
     """
 
@@ -757,17 +756,17 @@ class Noise(SiteOp, frozen=True, forbid_unknown_fields=True):
 
 
 class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
-    """Replace h with fn(h), a Python function of rows [n, D], fp32 on the model's device, that returns the same shape.
+    """Replace h with fn(h): `fn` maps rows [n, D], fp32 on the model's device, to rows of the same shape.
 
-    `fn` may take two more parameters, named as in `def fn(h, positions, site)` and without a default:
+    `fn` may take two more parameters, with these names and without defaults, as in `def fn(h, positions, site)`:
     `positions`, the rows' positions in the request, ascending, int64 [n] on the same device, and `site`, the site's
     text form, such as "resid_post[3]".
 
-    `fn` runs on the engine's thread and must not wait for an engine. One call gets rows of one request at one site,
-    at consecutive positions of one step. How many depends on scheduling, so each row's result must depend on that row
-    alone. `fn` may keep and modify the rows. An exception in `fn` fails its run, and `fn` is not called again. Programs
-    with code need `pc.LM(..., allow_code=True)` and an in-process engine, run without CUDA graphs, and cannot be saved
-    or sent. On a GPU, rows are rounded to the model's dtype before `fn`.
+    `fn` runs on the engine's thread and must not wait for an engine. Each call gets rows of one request at one site,
+    at consecutive positions of one step. Their number depends on scheduling, so each row's result must depend only on
+    that row. `fn` may keep and modify the rows. An exception in `fn` fails the run, and `fn` is not called again.
+    Programs with code require `pc.LM(..., allow_code=True)` and an in-process engine, run without CUDA graphs, and
+    cannot be saved or sent. On a GPU, rows are rounded to the model's dtype before `fn`.
     """
 
     fn: Callable[..., Any] = field(converter=as_function)
@@ -775,7 +774,7 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens = field(converter=parse_tokens, default=every)
 
     def wanted_arguments(self) -> tuple[str, ...]:
-        """The arguments `fn` takes in addition to the rows."""
+        """Return the optional arguments that `fn` takes."""
         return _wanted_arguments(self.fn)
 
 
@@ -790,7 +789,7 @@ CaptureLike = Readout | Site | At | str
 
 
 def as_capture(value: CaptureLike) -> Readout:
-    """Make a `Capture` from a site, `site @ tokens` or either's text form; return a readout unchanged."""
+    """Make a `Capture` from a site or `site @ tokens`, as text or not; return a readout unchanged."""
     if isinstance(value, Readout):
         return value
     if isinstance(value, str) and "@" in value:
@@ -803,7 +802,7 @@ FUZZ_NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scal
 
 
 def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
-    """Translate the fuzzing arguments to one op, or to no op at strength 0.
+    """Convert the fuzzing arguments to one op, or none at strength 0.
 
     Raises `UnknownName` or `ProgramError`, naming the argument.
     Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
@@ -830,7 +829,7 @@ def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
         raise ProgramError(error.message, "fuzz_seed" if error.path == "seed" else "fuzz_strength") from None
 
 
-EXTRA_ARGS = ("patchclamp", *FUZZ_NAMES)  # the keys of `extra_args` that belong to patchclamp
+EXTRA_ARGS = ("patchclamp", *FUZZ_NAMES)  # patchclamp's keys in `extra_args`
 MAX_TYPOS = 2  # maximum edit distance to one of these keys
 
 
@@ -851,7 +850,7 @@ def check_words(extra: dict[str, Any], path: str = "vllm_xargs") -> None:
 
 
 def _edits(word: str, name: str) -> int:
-    """The Levenshtein distance of two words."""
+    """Return the Levenshtein distance between two words."""
     row = list(range(len(name) + 1))
     for i, letter in enumerate(word, 1):
         diagonal, row[0] = row[0], i

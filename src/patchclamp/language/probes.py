@@ -21,7 +21,7 @@ NAMES = {"weight": "weight", "coef_": "weight", "bias": "bias", "intercept_": "b
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read the arrays and metadata of a .safetensors, .npz or .npy file; the array of a .npy file is `weight`.
+    """Read the arrays and metadata of a .safetensors, .npz or .npy file; a .npy file's array is named `weight`.
 
     Raises `ProgramError` for other file types. Pickles are rejected.
     """
@@ -48,13 +48,13 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
         raise ProgramError(f"cannot read {file.name!r}: {error.strerror or error}", "path") from None
     except PatchclampError:
         raise
-    except Exception as error:  # of many classes, for files that are not what they seem
+    except Exception as error:  # mislabelled files raise many classes
         raise ProgramError(f"{file.name!r} is not a valid {file.suffix} file: {error}", "path") from None
     return found, metadata
 
 
 def check_archive(file: Path) -> None:
-    """Raise `ProgramError` for a zip archive that expands to over 64 times its size, and zipfile's errors."""
+    """Raise `ProgramError` for a zip archive that expands over 64-fold, and zipfile's errors for an invalid one."""
     with zipfile.ZipFile(file) as opened:
         size = sum(member.file_size for member in opened.infolist())
     if size > 64 * file.stat().st_size:
@@ -62,7 +62,7 @@ def check_archive(file: Path) -> None:
 
 
 def _bfloat16(file: Path, name: str) -> np.ndarray:
-    """A bfloat16 tensor of a valid .safetensors file as fp32; NumPy does not have the type."""
+    """Read a bfloat16 tensor of a valid .safetensors file as fp32; NumPy has no bfloat16."""
     import numpy as np
 
     with file.open("rb") as opened:
@@ -74,7 +74,7 @@ def _bfloat16(file: Path, name: str) -> np.ndarray:
 
 
 def read_probe(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read `weight`, an optional `bias` and the metadata of a file. Raises `ProgramError` for other files."""
+    """Read a probe file: `weight`, an optional `bias`, and metadata. Raises `ProgramError` for other files."""
     found, metadata = read_arrays(path)
     arrays = {NAMES.get(name, name): array for name, array in found.items()}
     if "weight" not in arrays or len(arrays) < len(found) or arrays.keys() - NAMES.keys():
@@ -95,8 +95,8 @@ def write_probe(
 
 
 def linear_model(model: Any, activation: str | None) -> tuple[np.ndarray, np.ndarray | None, str | None]:
-    """The weight [k, D], bias [k] and activation (None: the model's own) of a fitted linear model, with the scalers
-    before it folded in. Raises `ProgramError` for other models, and if its own scores differ on random rows."""
+    """Return a fitted linear model's weight [k, D], bias [k] and activation (None: the model's own), with preceding
+    scalers folded in. Raises `ProgramError` for other models, and if the model's own scores of random rows differ."""
     import numpy as np
 
     draw, own = np.random.default_rng(0), activation is None and hasattr(model, "predict_proba")
@@ -105,27 +105,27 @@ def linear_model(model: Any, activation: str | None) -> tuple[np.ndarray, np.nda
         weight, bias = _affine(model)
         activation = ("sigmoid" if len(weight) == 1 else "softmax") if own else activation
         rows, products = draw.standard_normal((64, weight.shape[1])), draw.normal(0, 2, (64, len(weight)))
-        # with these small products, at which an activation shows every difference
+        # products small enough that no activation saturates and hides a difference
         rows += (products - rows @ weight.T - bias) @ np.linalg.pinv(weight, 1e-6).T
         found = activated(rows @ weight.T + bias, activation if own else None)
         method = next(each for each in methods if hasattr(model, each))
         exact = copy.deepcopy(model).double().cpu() if method == "forward" else model
-        with warnings.catch_warnings(action="ignore"):  # of rows without column names
+        with warnings.catch_warnings(action="ignore"):  # rows have no column names
             scores = as_array(getattr(exact, method)(exact.weight.new_tensor(rows) if method == "forward" else rows))
         scores = scores.reshape(len(rows), -1)[:, int(own and len(weight) == 1) :]
         if scores.shape != found.shape or not np.allclose(found, scores, atol=1e-3):
             score = f"{activation}(W h + b), so pass activation=" if own else "W h + b"
             raise ValueError(f"{method} differs from {score}")
-    except Exception as error:  # of many classes, by models of other kinds
+    except Exception as error:  # other models raise many classes
         raise ProgramError(f"expected a fitted linear model, got {type(model).__name__}: {error}", "model") from None
     return weight, bias if bias.any() else None, activation
 
 
 def _affine(model: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The weight [k, D] and bias [k] of a linear model, in fp64."""
+    """Return a linear model's weight [k, D] and bias [k], in fp64."""
     import numpy as np
 
-    if hasattr(model, "steps"):  # a pipeline of scikit-learn
+    if hasattr(model, "steps"):  # a scikit-learn pipeline
         *scalers, (_, last) = model.steps
         weight, bias = _affine(last)
         for scaler in (scaler for _, scaler in reversed(scalers) if scaler not in (None, "passthrough")):
@@ -135,7 +135,7 @@ def _affine(model: Any) -> tuple[np.ndarray, np.ndarray]:
     if hasattr(model, "coef_"):
         dense = model.coef_.toarray() if hasattr(model.coef_, "toarray") else model.coef_
         weight, bias = np.atleast_2d(np.asarray(dense, np.float64)), np.asarray(model.intercept_, np.float64)
-    else:  # a module of PyTorch
+    else:  # a PyTorch module
         weight, bias = (np.zeros(1) if each is None else as_array(each) for each in (model.weight, model.bias))
     return weight, np.broadcast_to(bias, len(weight))
 
@@ -146,7 +146,7 @@ def activated(products: Any, activation: str | None) -> Any:
 
     if activation is None:
         return products
-    if not isinstance(products, np.ndarray):  # by the same arithmetic on every engine
+    if not isinstance(products, np.ndarray):  # the same arithmetic on every engine
         return products.new_tensor(activated(products.numpy(), activation))
     if activation == "relu":
         return np.maximum(products, 0)

@@ -43,7 +43,7 @@ VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, 
 VECTORS = {  # fields that hold vectors
     "value", "mask", "basis", "direction", "directions", "plane", "project", "weight", "bias", "rotation",
 }  # fmt: skip
-# fields that later versions added, with what they do not write: older programs keep their fingerprint
+# fields that later versions added, and the default they omit, so that older programs keep their fingerprint
 LATER = {"project": None, "pool": None, "translators": None, "basis": None, "norm": None, "strength": 1.0,
          "keys": None, "spans": None, "top": None}  # fmt: skip
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
@@ -63,7 +63,7 @@ class Program(PublicStruct, frozen=True):
 
     @classmethod
     def of(cls, edits: EditsLike = (), captures: CapturesLike = ()) -> Program:
-        """Make a program from `lm.run`'s arguments: one or more ops, and one or more sites or captures."""
+        """Make a program from `lm.run`'s arguments: one or more edits, and one or more sites or captures."""
         ops = (_check_op(item, f"edits[{i}]") for i, item in enumerate(_as_list(edits, "edits")))
         capture = (_read_at(as_capture, item, f"capture[{i}]") for i, item in enumerate(_as_list(captures, "capture")))
         return cls(tuple(ops), tuple(capture))
@@ -80,19 +80,19 @@ class Program(PublicStruct, frozen=True):
         return self._beside(())
 
     def _beside(self, always_on: Iterable[Probe]) -> dict[str, Probe]:
-        """The probes by name, with those of the engine. Raises `ProgramError` for a duplicate name."""
-        named, read = {probe.name: probe for probe in always_on}, set[str]()  # those that are ops by themselves
+        """Return the probes by name, including `always_on`. Raises `ProgramError` for a duplicate name."""
+        named, read = {probe.name: probe for probe in always_on}, set[str]()  # `read`: probes that are ops themselves
         for path, op in self.ops:
             read_by = [each.probe for each in comparisons(op.condition)] if isinstance(op, When) else [op]
-            for probe in (each for each in read_by if isinstance(each, Probe)):  # and not features
+            for probe in (each for each in read_by if isinstance(each, Probe)):  # skips features
                 if named.setdefault(probe.name, probe) != probe or (probe is op and probe.name in read):
                     raise ProgramError(f"duplicate probe name {probe.name!r}: rename one", f"{path}.name")
             read |= {op.name} if isinstance(op, Probe) else set()
         return named
 
     def stopped_by(self, condition: ProbeCondition | None, always_on: Sequence[Probe], path: str) -> Program:
-        """Return the program with the probes of its stop condition added. Raises `ProgramError` for one without a score
-        per token, at `path`, and for a probe that has the name of a different one of the engine's, `always_on`."""
+        """Return the program with the probes of its stop condition added. Raises `ProgramError`, at `path`, for a probe
+        without a score per token, and for one that shares its name with a different probe in `always_on`."""
         if condition is None and not always_on:
             return self
         own, named = self.probes, self._beside(always_on)
@@ -111,7 +111,7 @@ class Program(PublicStruct, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the content, in hex. Equal programs have equal fingerprints, however written."""
+        """SHA-256 of the content, in hex. Equal programs have equal fingerprints, regardless of spelling."""
         return hashlib.sha256(msgspec.json.encode(to_dict(self), order="deterministic")).hexdigest()
 
     def to_json(self) -> str:
@@ -128,7 +128,7 @@ class Program(PublicStruct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Parse a mix of named programs in short form: `0.3 calm + 0.2 honest @ generated`.
+        """Parse the short form of a mix of named programs: `0.3 calm + 0.2 honest @ generated`.
 
         Each term is `Use(name, scale)`: an optional scale (default 1) and a name; `-` negates. The selection after `@`
         sets the tokens of all edits. Raises `ProgramError` with the position of the syntax error.
@@ -186,7 +186,7 @@ def condition_from_dict(data: object, path: str) -> ProbeCondition:
 
 
 def _data(op: Op) -> dict[str, Any]:
-    """An op as plain data."""
+    """Convert an op to plain data."""
     if isinstance(op, When):
         edits = [_data(edit) for edit in op.edits]
         return {"type": "when", "condition": condition_data(op.condition, _data), "edits": edits, "scope": op.scope}
@@ -194,13 +194,13 @@ def _data(op: Op) -> dict[str, Any]:
 
 
 def _fields(op: Op) -> dict[str, Any]:
-    """The fields of an op as plain data, without `LATER` fields at their default there."""
+    """Return an op's fields as plain data, omitting `LATER` fields that have their default."""
     fields = msgspec.to_builtins(op, enc_hook=str)
     return {name: value for name, value in fields.items() if name not in LATER or value != LATER[name]}
 
 
 def _texts(op: Op) -> dict[str, Any]:
-    """The fields of an op serialized as text."""
+    """Return an op's fields that are serialized as text."""
     fields = {name: getattr(op, name, None) for name in ("at", "tokens", "keys")}
     texts: dict[str, Any] = {name: str(value) for name, value in fields.items() if value is not None}
     if isinstance(op, Capture) and op.spans is not None:
@@ -227,7 +227,7 @@ def from_dict(data: object) -> Program:
 
 
 def _read_ops(data: object, part: str, depth: int = 0) -> tuple[Op, ...]:
-    if not isinstance(data, list) or depth > 1:  # an edit of `When` is no `When`
+    if not isinstance(data, list) or depth > 1:  # `When` cannot be nested
         raise ProgramError("expected a list of ops", part)
     return tuple(_read_op(op, f"{part}[{i}]", depth) for i, op in enumerate(data))
 
@@ -325,7 +325,7 @@ def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:
 
 
 def _as_list(items: Any, path: str) -> Sequence[Any]:
-    """Make a sequence from one item, several, or None."""
+    """Return a sequence of one item, several, or none (None)."""
     if items is None:
         return ()
     if isinstance(items, (Op, Site, At, str)):

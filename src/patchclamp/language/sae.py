@@ -1,6 +1,6 @@
-"""Sparse autoencoders and transcoders in one format, whichever package trained them.
+"""Sparse autoencoders and transcoders in one format, independent of the package that trained them.
 
-    N rows · D width of a row · F features · O width of the output, D unless a transcoder differs
+    N rows · D row width · F features · O output width (D, unless it is a transcoder with another width)
 
 `sae_formats` folds each format's extras (decoder biases subtracted from the input, decoder norms, constant scales) into
 these arrays.
@@ -29,7 +29,7 @@ SHAPES = {
     "encoder": "FD", "encoder_bias": "F", "decoder": "FO", "decoder_bias": "O", "threshold": "F", "gain": "F",
     "offset": "F", "skip": "OD",
 }  # fmt: skip
-EPSILON = 1e-5  # layer_norm adds it to the standard deviation, as SAELens does
+EPSILON = 1e-5  # added to layer_norm's standard deviation, as in SAELens
 
 
 class SAE(PublicStruct, frozen=True, eq=False, dict=True):
@@ -44,12 +44,12 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
     threshold: [F], or None
     gain, offset: [F], together or not at all: gated autoencoders
     k: the number of features kept per row (TopK), or None for all; ties keep the lower index
-    normalize: how a row is normalised before the encoder, and the output scaled back: "none"; "layer_norm", (row -
+    normalize: the row's normalisation before the encoder, undone on the output: "none"; "layer_norm", (row -
         mean) / (std + 1e-5), with the unbiased standard deviation; "rms", row / sqrt(mean(row²))
     skip: [O, D], a transcoder's linear skip connection, applied to the unnormalised row; or None
     site: the site it was trained on, such as "resid_post[20]"; "" if the file does not specify one
     site_out: the site it writes; "" if the same as `site`. A transcoder reads `mlp_in` and writes `mlp_out`
-    model: the name of the model it was trained on, or ""
+    model: the model it was trained on, or ""
 
     Sources: Cunningham et al. 2023 (arXiv:2309.08600), Gao et al. 2024 (TopK, arXiv:2406.04093), Rajamanoharan et al.
     2024 (gated, arXiv:2404.16014; JumpReLU, arXiv:2407.14435), Dunefsky et al. 2024 (transcoders, arXiv:2406.11944).
@@ -96,7 +96,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
 
     @property
     def is_local(self) -> bool:
-        """True if each feature depends only on its own pre-activation, monotonically, and that is linear in the row."""
+        """True if each feature is a monotonic function of its own pre-activation, and that is linear in the row."""
         rises = self.gain is None or bool((self.gain > 0).all())
         return self.k is None and self.normalize == "none" and rises
 
@@ -111,14 +111,14 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return digest.hexdigest()
 
     def encode(self, rows: Any) -> np.ndarray:
-        """Return the features [N, F] of rows [N, D], fp32."""
+        """Return the features [N, F], fp32, of rows [N, D]."""
         import numpy as np
 
         mean, scale = self.moments(rows := self._rows(rows, "rows", self.width))
         normed = rows if scale is None else (rows - mean) / (scale + (EPSILON if self.normalize == "layer_norm" else 0))
         pre = normed @ self.encoder.T + self.encoder_bias
         values = pre if self.gain is None else self.gain * pre + self.offset
-        is_off = pre <= (0 if self.threshold is None else self.threshold)  # False where it is NaN, which stays
+        is_off = pre <= (0 if self.threshold is None else self.threshold)  # False for NaN, which is kept
         values = np.where(is_off, 0, np.maximum(values, 0))
         if self.k is None or self.k == self.n_features:
             return values
@@ -128,8 +128,8 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return np.where(kept | np.isnan(values), values, 0)
 
     def decode(self, features: Any, rows: Any = None) -> np.ndarray:
-        """Return the output [N, O] for features [N, F], fp32. `rows` [N, D] are required if the SAE normalises or has a
-        skip connection; `ProgramError` without them."""
+        """Return the output [N, O], fp32, for features [N, F]. Raises `ProgramError` without `rows` [N, D] if the SAE
+        normalises or has a skip connection."""
         import numpy as np
 
         out = self._rows(features, "features", self.n_features) @ self.decoder + self.decoder_bias
@@ -144,11 +144,11 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return np.asarray(out if self.skip is None else out + rows @ self.skip.T, np.float32)
 
     def reconstruct(self, rows: Any) -> np.ndarray:
-        """`decode(encode(rows), rows)`: the output [N, O] for rows [N, D]."""
+        """Return `decode(encode(rows), rows)`, the output [N, O] for rows [N, D]."""
         return self.decode(self.encode(rows), rows)
 
     def moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
-        """The numbers `normalize` subtracts from each row and divides it by (None: no normalisation)."""
+        """Return each row's offset and divisor for `normalize` (divisor None: no normalisation)."""
         import numpy as np
 
         if self.normalize == "none":
@@ -156,7 +156,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         if self.normalize == "layer_norm":
             return rows.mean(1, keepdims=True), rows.std(1, ddof=1, keepdims=True)
         size = np.sqrt(np.square(rows).mean(1, keepdims=True))
-        return 0.0, np.maximum(size, np.finfo(np.float32).tiny)  # a row of zeros stays one
+        return 0.0, np.maximum(size, np.finfo(np.float32).tiny)  # a zero row stays zero
 
     def _rows(self, numbers: Any, name: str, width: int) -> np.ndarray:
         array = as_array(numbers, name)
@@ -166,14 +166,14 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **which: Any) -> SAE:
-        """Load an SAE or transcoder from a folder or file; the format is detected from the files and their content.
+        """Load an SAE or transcoder from a folder or file; the format is detected.
 
         SAELens, Gemma Scope, Qwen-Scope, Llama Scope, dictionary_learning and EleutherAI sparsify are read without
         their packages; `.pt` files need PyTorch. docs/sae.md has the table.
 
         layer: the layer to read from a folder of Qwen-Scope
         k: the number of active features, for Qwen-Scope files that do not specify it
-        scale: the factor that scales rows to the norm of the training rows, for files saved without it
+        scale: the factor that scales rows to the training rows' norm, for files that lack it
         site, site_out, model: override those in the file
 
         Raises `ProgramError` or `ShapeError`, naming the file and the array, for anything that is not an SAE. Pickled
@@ -197,7 +197,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
 
 
 def _one_site(text: Any, path: str) -> str:
-    """The text form of a site of one layer. Raises `ProgramError` for other sites."""
+    """Return the text form of a single-layer site. Raises `ProgramError` for other sites."""
     if text == "":
         return text
     try:
@@ -210,7 +210,7 @@ def _one_site(text: Any, path: str) -> str:
 
 
 def _frozen(given: Any, name: str, letters: str, sizes: dict[str, int]) -> np.ndarray:
-    """A read-only fp32 array whose shape agrees with `sizes`; sizes not seen yet are added."""
+    """Return a read-only fp32 array whose shape agrees with `sizes`; new sizes are added to it."""
     import numpy as np
 
     array = as_array(given, name)
@@ -230,17 +230,17 @@ def _frozen(given: Any, name: str, letters: str, sizes: dict[str, int]) -> np.nd
 
 
 def _folded(sae: SAE, fold: Fold) -> SAE:
-    """The same function of a row, with the `Fold` applied to the weights."""
+    """Return an equivalent SAE with the `Fold` applied to its weights."""
     import numpy as np
 
     def scaled(array: np.ndarray, by: float | np.ndarray) -> np.ndarray:
         return np.multiply(array, by, dtype=np.float64, out=np.empty_like(array), casting="same_kind")
 
     changed: dict[str, Any] = {}
-    with np.errstate(all="ignore"):  # numbers that overflow are refused by SAE
+    with np.errstate(all="ignore"):  # SAE rejects values that overflow
         if fold.subtract:
             bias = sae.decoder_bias.astype(np.float64)
-            blocks = np.array_split(sae.encoder, 1 + sae.encoder.size // 2**24)  # each is copied to fp64
+            blocks = np.array_split(sae.encoder, 1 + sae.encoder.size // 2**24)  # each array is copied to fp64
             changed["encoder_bias"] = sae.encoder_bias - np.concatenate([block @ bias for block in blocks])
         if fold.unit_norm:
             norms = np.sqrt(np.einsum("fo,fo->f", sae.decoder, sae.decoder, dtype=np.float64))

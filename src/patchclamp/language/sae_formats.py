@@ -1,9 +1,9 @@
 """SAE files: readers for seven formats, without their packages, and a writer for SAELens' format.
 
 A reader returns the file's arrays, transposed to `SAE`'s shapes, and a `Fold`: the package's other operations on rows
-and outputs. `SAE.load` checks the shapes and folds these into the weights, in fp64.
+and outputs. `SAE.load` checks the shapes and folds these operations into the weights, in fp64.
 
-    F features · D width of a row · O width of the output
+    F features · D row width · O output width
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Fold(NamedTuple):
     """A package's operations around the encoder and the decoder.
 
     subtract: the decoder bias is subtracted from the row before the encoder
-    unit_norm: pre-activations are multiplied by the norm of the feature's decoder row, and values divided by it before
-        the decoder
+    unit_norm: pre-activations are multiplied by the feature's decoder norm, and values divided by it before the
+        decoder
     scale_in, scale_out: rows are first multiplied by scale_in; outputs are divided by scale_out
     """
 
@@ -69,8 +69,8 @@ def errors_of(file: Path) -> Iterator[None]:
 
 
 def read_parts(path: str | os.PathLike[str], which: Which) -> tuple[dict[str, Any], Fold, Path]:
-    """Read the fields of an SAE from a folder or file, the `Fold` to apply, and the file of its arrays. `which`: the
-    arguments of `SAE.load`."""
+    """Read an SAE's fields from a folder or file. Returns them, the `Fold` to apply, and the file of the arrays.
+    `which`: the arguments of `SAE.load`."""
     given, which = Path(as_file(path, "path")), dict(which)
     arguments = ("layer", "k", "scale", "site", "site_out", "model")
     for name in which.keys() - set(arguments):
@@ -152,7 +152,7 @@ def read_saelens(files: list[Path], which: Which) -> Parts:
         fields["encoder_bias"] = weights["b_enc"]
     if "jumprelu" in architecture:
         fields["threshold"] = weights["threshold"]
-    elif "batchtopk" in architecture:  # a checkpoint of training; inference has one threshold
+    elif "batchtopk" in architecture:  # a training checkpoint; inference has one threshold
         fields["threshold"] = _spread(weights["topk_threshold"], weights["b_enc"])
     elif architecture == "topk" or activation == "topk":
         fields["k"] = config.k if config.k is not None else (config.activation_fn_kwargs or {}).get("k")
@@ -233,7 +233,7 @@ def write_saelens(
 
 
 # -- Gemma Scope 1 (params.npz) and 2 (params.safetensors, and perhaps config.json); w_enc [D, F], w_dec [F, O],
-#    affine_skip_connection [D, O]. The first says only by its path where it belongs
+#    affine_skip_connection [D, O]. Version 1 gives its site only by its path
 
 
 class GemmaConfig(msgspec.Struct):
@@ -276,7 +276,7 @@ def read_gemma_scope(files: list[Path], which: Which) -> Parts:
             f"gemma-3-{named[2]}-{named[3]}" if named[1] else f"gemma-2-{named[2]}" + "-it" * (named[3] == "it")
         )
     _check_widths(fields, is_transcoder=bool(fields["site_out"]))
-    # trained on embeddings before the model multiplies them by sqrt(D); `embed` is after that
+    # trained on embeddings before the model's factor sqrt(D); `embed` includes it
     scale = max(1, fields["decoder_bias"].size) ** -0.5 if fields["site"] == "embed" else 1.0
     return fields, Fold(scale_in=scale, scale_out=scale)
 
@@ -360,15 +360,15 @@ def read_llama_scope(files: list[Path], which: Which) -> Parts:
     if config.act_fn == "jumprelu" and logs:
         with np.errstate(over="ignore"):
             fields["threshold"] = np.exp(logs[0].astype(np.float64))
-    elif config.jump_relu_threshold and config.act_fn in ("jumprelu", "topk"):  # topk was converted
-        # of rows as the model has them; the encoder sees rows that are `scales[0]` times as long
+    elif config.jump_relu_threshold and config.act_fn in ("jumprelu", "topk"):  # converted from topk
+        # for the model's rows; the encoder sees rows scaled by `scales[0]`
         fields["threshold"] = np.full(np.shape(encoder_bias), config.jump_relu_threshold * scales[0])
     elif config.act_fn == "jumprelu":
         raise ProgramError("expected a threshold for jumprelu", "jump_relu_threshold")
     elif config.act_fn == "topk":
         fields["k"] = config.top_k
     by_norm = config.sparsity_include_decoder_norm
-    if by_norm and "threshold" in fields and decoder.ndim == 2:  # features keep their scale
+    if by_norm and "threshold" in fields and decoder.ndim == 2:  # keeps the features' scale
         norms = np.sqrt(np.einsum("fo,fo->f", decoder, decoder, dtype=np.float64))
         with np.errstate(all="ignore"):
             fields["threshold"] = _fits("threshold", fields["threshold"], norms) / norms
@@ -422,7 +422,7 @@ def read_dictionary(files: list[Path], which: Which) -> Parts:
         fields["site"] = f"resid_post[{config.layer}]"
     fields["model"] = config.lm_name if isinstance(config.lm_name, str) else ""
     subtract = kind not in ("AutoEncoderNew", "JumpReluAutoEncoder")
-    return fields, Fold(subtract, unit_norm=kind == "AutoEncoder")  # its loader scales the decoder to norms of 1
+    return fields, Fold(subtract, unit_norm=kind == "AutoEncoder")  # its loader normalizes decoder rows
 
 
 # -- EleutherAI sparsify: cfg.json and sae.safetensors, in a folder named after the module; encoder.weight [F, D],
@@ -493,7 +493,7 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except ProgramError:
         raise
-    except Exception as error:  # of many classes, for files that are not what they seem
+    except Exception as error:  # mislabelled files raise many classes
         reason = str(error).strip().partition("\n")[0]
         raise ProgramError(f"{file.name!r} is not a valid .pt file with only tensors: {reason:.300}", "path") from None
     if not isinstance(loaded, dict):
@@ -502,14 +502,14 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
     for name, tensor in loaded.items():
         if isinstance(tensor, torch.Tensor):
             check_dense(tensor, name := str(name))
-            if tensor.nbytes > tensor.untyped_storage().nbytes():  # a view that repeats its data
+            if tensor.nbytes > tensor.untyped_storage().nbytes():  # an expanded view
                 raise ProgramError("the file has fewer numbers than the tensor's shape", name)
             found[name] = (tensor.float() if tensor.is_floating_point() else tensor).detach().numpy()
     return found
 
 
 def _check_widths(fields: dict[str, Any], width: int | None = None, is_transcoder: bool = False) -> None:
-    """Raise `ShapeError` if rows do not have the config's width, or an SAE's outputs not that of its rows."""
+    """Raise `ShapeError` if the row width differs from the config's, or an SAE's output width from its row width."""
     reads, writes = (fields[name].shape[-1:] for name in ("encoder", "decoder"))
     if width is not None and reads != (width,):
         raise ShapeError(f"expected rows of the config's width {width}, got {list(reads)}", "encoder")
@@ -518,14 +518,14 @@ def _check_widths(fields: dict[str, Any], width: int | None = None, is_transcode
 
 
 def _fits(name: str, array: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Return the array if it has the shape of `like`. Raises `ShapeError` otherwise."""
+    """Return the array. Raises `ShapeError` unless it has the shape of `like`."""
     if array.shape != like.shape:
         raise ShapeError(f"expected {list(like.shape)}, got {list(array.shape)}", name)
     return array
 
 
 def _gate(weights: Weights, gate_bias: str, log_gain: str, bias: str) -> dict[str, Any]:
-    """The fields of a gated SAE, with magnitudes relu(exp(log_gain) · encoder · row + bias)."""
+    """Return a gated SAE's fields, for magnitudes relu(exp(log_gain) · encoder · row + bias)."""
     import numpy as np
 
     gate, log, magnitude = (_fits(name, weights[name], weights[gate_bias]) for name in (gate_bias, log_gain, bias))
@@ -542,7 +542,7 @@ def _spread(number: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def _scale(which: Which) -> float:
-    """The argument `scale`, required if an SAE was trained on scaled rows and its file lacks the factor."""
+    """Return the argument `scale`, for files that lack the factor of the training rows. Raises without it."""
     scale = which.pop("scale", None)
     if type(scale) not in (int, float) or not 0 < scale < math.inf:
         words = "trained on rows scaled to an average norm of sqrt(D), by a factor missing from the file"
@@ -559,7 +559,7 @@ _PARTS = {
 
 
 def _places(read: str | None, written: str | None) -> dict[str, str]:
-    """`site` and `site_out` for TransformerLens hook names or Transformers module names; "" for other names."""
+    """Return `site` and `site_out` for TransformerLens hook names or Transformers module names; "" for other names."""
     site, site_out = (_place(text) for text in (read, written))
     return {"site": site, "site_out": "" if site_out == site else site_out}
 
@@ -575,7 +575,7 @@ def _place(text: str | None) -> str:
 
 
 def _hook_name(text: str) -> tuple[str, Any]:
-    """The TransformerLens hook name of a site, and its head; "" if it has none."""
+    """Return a site's TransformerLens hook name and head; "" if it has no hook."""
     site = parse_site(text) if text else None
     aliases = SPECS[site.name].transformer_lens if site else ()
     if not site or not aliases:

@@ -1,19 +1,18 @@
 """Sites: a model's named tensors, with their registry, parser, and aliases in TransformerLens and nnterp.
 
-`resid_post[12]` is one layer, `resid_post[8:12]` four, `resid_post` all of them; `z[5, 3]` is head 3 of layer 5.
+`resid_post[12]` is one layer, `resid_post[8:12]` four layers, `resid_post` all; `z[5, 3]` is head 3 of layer 5.
 Layers and indices are 0-based and may count from the end; ranges are half-open. `patchclamp.sites` maps names to a
 model.
 
-`SITES` is the registry of tensors, `DERIVED` that of attention patterns. The public names, parser, docs page, report
-order, proofs and parts of a row are derived from them. A new site is one entry here and one column in the family tables
-(`sites.tables`).
+`SITES` registers tensors, `DERIVED` attention patterns. The public names, parser, docs page, report order, proofs and
+parts of a row are derived from both. A new site is one entry here and one column in the family tables (`sites.tables`).
 
     T tokens of a request · N generated tokens · D model width · H query heads · K key/value heads (in `pattern`: key
     positions) · E head size
     M MLP width · X experts · V vocabulary · `{l}` a layer
 
 A name is an alias only if it is the same tensor. A similar name for a different tensor is rejected with a suggestion
-(`ELSEWHERE`). Aliases that differ only on some families are in `DIFFERENCES`, which the docs print.
+(`ELSEWHERE`). `DIFFERENCES` lists aliases that differ only in some families, for the docs.
 
 Sources: TransformerLens 4.3 (`model_bridge`; `tools/lens_table.py` compares it),
 nnterp 1 (`standardized_transformer.py`).
@@ -51,11 +50,11 @@ class SiteSpec(msgspec.Struct, frozen=True):
     name: its name in the language
     shape: the shape that `run[...]` returns, in the letters above
     meaning: a description for people
-    width: the size of a row (sizes in `Sizes`; Q, K and Z are heads times head size)
-    layered: True if every layer has one
+    width: the row size (a letter of `Sizes`; Q, K and Z are heads times head size)
+    layered: True if it exists per layer
     index: the unit of the second index; "" if it takes none
     block: the part of a layer that computes it
-    moves: the sites of its layer that an edit here changes, in every family; those in `unmoved` stay the same
+    moves: the sites of its layer that an edit at it changes in every family; the sites in `unmoved` never change
     transformer_lens, nnterp: its aliases in these libraries
     """
 
@@ -118,7 +117,7 @@ SITES: dict[str, SiteSpec] = {  # in order of computation
     )
 }  # fmt: skip
 
-# Sites that are computed from queries and cached keys for those who capture them, and cannot be edited
+# Sites that are computed from queries and cached keys on capture
 DERIVED: dict[str, SiteSpec] = {
     spec.name: spec
     for spec in (
@@ -136,8 +135,8 @@ NNTERP: dict[str, str] = {alias: spec.name for spec in SITES.values() for alias 
 
 
 def unmoved(name: str) -> tuple[str, ...]:
-    """The sites of a layer that an edit at `name` leaves unchanged: those of its block that it does not move and, for
-    an MLP site, all of attention."""
+    """Return the sites of a layer that an edit at `name` leaves unchanged: the other sites of its block and, for an MLP
+    site, all attention sites."""
     spec = SITES[name]
     blocks: tuple[Block, ...] = ("attention", "mlp") if spec.block == "mlp" else (spec.block,)
     return tuple(
@@ -178,7 +177,7 @@ ELSEWHERE: dict[str, str] = {
 }  # fmt: skip
 
 
-# Names that are refused for edits only: why, and what to use instead. A capture by such a name is the same tensor.
+# Names rejected only for edits: the reason and the replacement. A capture by such a name is the same tensor.
 EDITED_ELSEWHERE: dict[str, str] = {
     "blocks.{l}.hook_resid_mid": "an edit there changes the MLP's input, not the stream: use resid_mid[{l}] to edit "
                                  "the stream, or mlp_in[{l}] to edit the MLP's normed input",
@@ -188,7 +187,7 @@ EDITED_ELSEWHERE: dict[str, str] = {
 
 
 class Difference(NamedTuple):
-    """A difference between an alias's tensor in its own library and our site, on some families (empty: all)."""
+    """A difference between an alias's tensor in its own library and our site, in `families` (empty: all)."""
 
     aliases: tuple[str, ...]
     families: tuple[str, ...]
@@ -241,7 +240,7 @@ _ELSEWHERE = tuple((_pattern(name), why) for name, why in ELSEWHERE.items())
 
 
 def hook(text: str) -> tuple[str, int | None] | None:
-    """The site and layer of a TransformerLens hook name; None if it is not an alias."""
+    """Return the site and layer of a TransformerLens hook name; None if it is not an alias."""
     for pattern, site in _HOOKS:
         if match := pattern.fullmatch(text):
             layer = match.groupdict().get("layer")
@@ -250,7 +249,7 @@ def hook(text: str) -> tuple[str, int | None] | None:
 
 
 def edited_elsewhere(text: str) -> str | None:
-    """The reason for rejecting an edit by a TransformerLens name, with a suggestion; None for other names."""
+    """Return the reason to reject an edit at a TransformerLens name, with a suggestion; None for other names."""
     for pattern, why in _EDITED_ELSEWHERE:
         if match := pattern.fullmatch(text):
             return f"{text}: {why.format(l=match['layer'])}"
@@ -258,7 +257,7 @@ def edited_elsewhere(text: str) -> str | None:
 
 
 def elsewhere(text: str) -> UnknownName | None:
-    """The error, with a suggestion, for a name in either library that is not one of our sites; None for other names."""
+    """Return the error, with a suggestion, for a name of either library that has no site here; None for other names."""
     for pattern, why in _ELSEWHERE:
         if match := pattern.fullmatch(text.partition("[")[0].strip()):
             return UnknownName(f"{text} {why.format(l=match.groupdict().get('layer'))}")
@@ -350,7 +349,7 @@ MAX_TEXT = 1 << 12  # characters of a site's text form
 
 _MODULE_PATH = re.compile(r"(?:\w+\.)*(?:layers|h|blocks)[.\[](?P<layer>\d+)\]?(?:\.(?:\w+\.)*(?P<module>\w+))?")
 _ATTENTION = "attn_out[{0}] is its output, attn_in[{0}] its input, z[{0}, 3] one head"
-_MODULES = {  # the sites at a module of a layer, by the last part of its path; "" is the layer
+_MODULES = {  # the sites at a layer's module, by the last part of its path; "" is the layer
     "": "resid_post[{0}] is its output, resid_pre[{0}] its input",
     **dict.fromkeys(("self_attn", "attn", "attention"), _ATTENTION),
     "o_proj": "attn_out[{0}] is its output, z[{0}] its input",
@@ -362,10 +361,10 @@ _MODULES = {  # the sites at a module of a layer, by the last part of its path; 
 
 
 def parse_site(text: Site | str | tuple[Any, ...]) -> Site:
-    """Parse a site from its text form, a tuple of name and layer (`("resid_post", 12)`), or its name in TransformerLens
-    or nnterp; return a `Site` unchanged.
+    """Parse a site from its text form, a tuple of name and layer (`("resid_post", 12)`), or its TransformerLens or
+    nnterp name; return a `Site` unchanged.
 
-    Raises `UnknownName` for an unknown name (with a suggestion for names of TransformerLens and nnterp), and
+    Raises `UnknownName` for an unknown name (with a suggestion for TransformerLens and nnterp names), and
     `ProgramError` for malformed text.
     """
     if isinstance(text, Site):

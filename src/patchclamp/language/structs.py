@@ -1,4 +1,4 @@
-"""`PublicStruct`, the base of public structs: `help` shows their own methods and fields, not msgspec's."""
+"""`PublicStruct`, the base of public structs, whose `help` omits msgspec's methods."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `prompt[-1]`, `generated[0:8]`, `every[3]`, `span("Eiffel Tower")`, `role("user")[-1]`, `token(464)`, `image[0]`,
 `between("<think>", "</think>")`.
 Positions are absolute and 0-based, starting with the prompt; `generated[0]` is the first sampled token *as an input*.
-A selection is a predicate on positions and tokens; it does not depend on which engine step computes a position.
+A selection is a predicate on positions and tokens, independent of the engine step that computes a position.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Range(msgspec.Struct, frozen=True):
         return self.start, self.stop
 
     def indices(self, length: int) -> range:
-        """The indices in 0 … length−1, with slice semantics."""
+        """Return the indices in 0 … length−1, with slice semantics."""
         return range(*slice(self.start, self.stop, self.step).indices(length))
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ def as_integer(value: SupportsIndex) -> int:
         if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):  # a mask is not an index
             raise AttributeError
         return int(value.__index__())
-    except (AttributeError, TypeError, RuntimeError):  # tensors of several numbers have __index__ too
+    except (AttributeError, TypeError, RuntimeError):  # tensors with several elements have __index__ too
         raise ProgramError(f"expected an integer, got {value!r:.200}") from None
 
 
@@ -102,7 +102,7 @@ GROUPS = ("prompt", "generated", "every")
 
 
 class Selection(PublicStruct, frozen=True):
-    """Base of all selections. `|`, `&` and `-` are union, intersection and difference, in ascending order."""
+    """Base of all selections. `|`, `&` and `-` are union, intersection and difference; results are ascending."""
 
     def __or__(self, other: TokensLike) -> Joined:
         return Joined("|", self, parse_tokens(other))
@@ -127,7 +127,7 @@ class Selection(PublicStruct, frozen=True):
 
 
 class Positions(Selection, frozen=True, tag="positions"):
-    """Positions within a group (`prompt`, `generated` or `every`), by number, list or range (None: all)."""
+    """Positions within a group (`prompt`, `generated` or `every`): an index, a list or a range (None: all)."""
 
     of: str
     index: Indices | None = None
@@ -141,7 +141,7 @@ class Positions(Selection, frozen=True, tag="positions"):
             self._check_open_end()
 
     def _check_open_end(self) -> None:
-        """Reject negative indices: only the prompt's end is known before the request runs."""
+        """Reject negative indices outside `prompt`: no other end is known before the request runs."""
         ends = self.index if isinstance(self.index, tuple) else (self.index,)
         if isinstance(self.index, Range):
             ends = self.index.ends
@@ -155,7 +155,7 @@ class Positions(Selection, frozen=True, tag="positions"):
         return Positions(self.of, _index_of(self, key))
 
     def select(self, prompt: int, limit: int) -> list[int] | range:
-        """The selected positions below `limit`, for a prompt of `prompt` tokens. A list keeps its order.
+        """Return the selected positions below `limit`, for a prompt of `prompt` tokens. A list keeps its order.
 
         Raises `TokensError` for a position that is out of range or listed twice.
         """
@@ -178,10 +178,10 @@ class Positions(Selection, frozen=True, tag="positions"):
 
 
 class Role(Selection, frozen=True, tag="role"):
-    """The prompt tokens of a chat's messages with one role, excluding the chat template's own tokens.
+    """The prompt tokens of a chat's messages from one role, excluding the chat template's own tokens.
 
-    message: the 0-based index of one such message, from the end if negative; None: all
-    index: the tokens selected within them; None: all
+    message: the 0-based index among this role's messages, from the end if negative; None: all messages
+    index: the tokens to select among these messages' tokens; None: all
     """
 
     role: str
@@ -200,9 +200,9 @@ class Role(Selection, frozen=True, tag="role"):
         return Role(self.role, self.message, _index_of(self, key))
 
     def find(self, turns: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-        """The selected positions. Raises `TokensError` if the message or the token does not exist.
+        """Return the selected positions. Raises `TokensError` if the message or the token does not exist.
 
-        turns: the role of each message, and the positions of its tokens
+        turns: each message's role and token positions
         """
         said = [positions for role, positions in turns if role == self.role]
         if not said:
@@ -221,10 +221,10 @@ class Role(Selection, frozen=True, tag="role"):
 
 
 class ImageTokens(Selection, frozen=True, tag="image"):
-    """The prompt tokens whose embeddings are replaced by image features. Markers around them are text.
+    """The prompt tokens whose embeddings are replaced by image features. The markers around them count as text.
 
-    number: the 0-based index of the image in the prompt, from the end if negative; None: all images
-    index: the tokens selected within the image; None: all
+    number: the image's 0-based index in the prompt, from the end if negative; None: all images
+    index: the tokens to select among the image's tokens; None: all
     """
 
     number: int | None = None
@@ -246,7 +246,7 @@ class ImageTokens(Selection, frozen=True, tag="image"):
         return ImageTokens(as_integer(key))
 
     def find(self, images: Sequence[Sequence[int]]) -> list[int]:
-        """The selected positions. Raises `TokensError` if the image or the token does not exist.
+        """Return the selected positions. Raises `TokensError` if the image or the token does not exist.
 
         images: the positions of each image's tokens, ascending
         """
@@ -281,7 +281,7 @@ def _index_of(indexed: _Indexed, key: Any) -> Indices | None:
 
 
 def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """The positions selected by an index; `extent` states how many there are, for errors."""
+    """Return the positions that an index selects; `extent` describes their number, for errors."""
     if indexed.index is None:
         return list(positions)
     if isinstance(indexed.index, Range):
@@ -290,7 +290,7 @@ def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]
 
 
 def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """The positions that an index lists by number; `extent` states how many there are, for errors."""
+    """Return the positions that an index lists; `extent` describes their number, for errors."""
     numbers = (indexed.index,) if isinstance(indexed.index, int) else indexed.index
     assert isinstance(numbers, tuple)
     for number in numbers:
@@ -303,7 +303,7 @@ def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], 
 
 
 def _brackets(index: Indices | None) -> str:
-    """The text form of a selection's index."""
+    """Return the text form of a selection's index."""
     if index is None:
         return ""
     numbers = ", ".join(map(str, index)) if isinstance(index, tuple) else str(index)
@@ -311,8 +311,7 @@ def _brackets(index: Indices | None) -> str:
 
 
 class TextSpan(Selection, frozen=True, tag="span"):
-    """The prompt tokens that spell `text`: every token overlapping its `occurrence`-th match, or its only match
-    (None)."""
+    """The prompt tokens that overlap the `occurrence`-th match of `text`, or its only match (None)."""
 
     text: str
     occurrence: int | None = None
@@ -331,8 +330,8 @@ class TextSpan(Selection, frozen=True, tag="span"):
             raise TokensError("span('') selects nothing: give the text of the tokens to select")
 
     def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
-        """The positions of the tokens that overlap the span. Raises `TokensError` if it is not in the prompt, or
-        matches several times and no `occurrence` is given.
+        """Return the positions of the tokens that overlap the match. Raises `TokensError` without a match, or with
+        several and no `occurrence`.
 
         offsets: each token's (first, last + 1) characters in the prompt
         """
@@ -359,10 +358,10 @@ class TextSpan(Selection, frozen=True, tag="span"):
 
 
 class Between(Selection, frozen=True, tag="between"):
-    """The tokens strictly between an `opening` delimiter and the next `closing` one, or the end if there is none.
+    """The tokens strictly between each `opening` delimiter and the next `closing` one, or the end.
 
-    A delimiter is a token id or text. Text that is a single token of the model's tokenizer means that token. Longer
-    text is searched for in the prompt; every token that overlaps it belongs to the delimiter.
+    A delimiter is a token id or text. Text that the model's tokenizer encodes as a single token means that
+    token. Longer text is searched for in the prompt; every token that overlaps a match belongs to the delimiter.
     """
 
     opening: str | int
@@ -407,7 +406,7 @@ class TokenIds(Selection, frozen=True, tag="token"):
         return f"token({', '.join(map(str, self.ids))})"
 
 
-MAX_TOKEN_ID = (1 << 24) - 1  # the bank stores token ids as fp32, which is exact up to here
+MAX_TOKEN_ID = (1 << 24) - 1  # the bank stores token ids in fp32, which is exact up to this id
 MAX_IDS = 1 << 12  # per selection
 
 
@@ -445,7 +444,7 @@ MAX_DEPTH, MAX_JOINED, MAX_ID_SELECTIONS = 64, 128, 8
 
 @functools.lru_cache(1 << 12)
 def _size(selection: Selection) -> tuple[int, int, int]:
-    """A selection's depth, its number of leaves, and how many of them select by token id."""
+    """Return a selection's depth, its number of leaves, and its number of leaves that select by token id."""
     if not isinstance(selection, Joined):
         return 0, 1, int(isinstance(selection, TokenIds))
     left, right = _size(selection.left), _size(selection.right)
@@ -462,35 +461,35 @@ image: ImageTokens = ImageTokens()
 
 
 def span(text: str, occurrence: int | None = None) -> TextSpan:
-    """The prompt tokens that spell `text`. `occurrence` is the 0-based index of one of several matches, from the end if
-    negative; without it, the text must occur exactly once."""
+    """Select the prompt tokens that overlap a match of `text`. `occurrence` is the match's 0-based index, from the end
+    if negative; without it, `text` must occur exactly once."""
     return TextSpan(text, occurrence)
 
 
 def role(name: str, message: int | None = None) -> Role:
-    """The prompt tokens of a chat's messages with a role: `pc.role("user")[-1]` is the last of them. `message` is the
-    0-based index of one message, from the end if negative."""
+    """Select the prompt tokens of a role's chat messages: `pc.role("user")[-1]` is the last such token. `message` is
+    the 0-based index of one message, from the end if negative."""
     return Role(name, message)
 
 
 def token(*ids: int) -> TokenIds:
-    """The prompt and generated tokens with one of these ids: `pc.generated & pc.token(13)`."""
+    """Select the prompt and generated tokens with one of these ids: `pc.generated & pc.token(13)`."""
     return TokenIds(ids)
 
 
 def between(opening: str | int, closing: str | int) -> Between:
-    """The tokens strictly between two delimiters, each a token's id or text: `pc.between("<think>", "</think>")`, for
-    reasoning models. A span that is not closed runs to the end."""
+    """Select the tokens strictly between two delimiters, each a token id or text: `pc.between("<think>", "</think>")`,
+    for reasoning models. An unclosed span runs to the end."""
     return Between(opening, closing)
 
 
 def ids_in(selection: Selection) -> list[TokenIds]:
-    """The parts of a selection that select by token id."""
+    """Return the leaves of a selection that select by token id."""
     return [leaf for leaf in leaves(selection) if isinstance(leaf, TokenIds)]
 
 
 def leaves(selection: Selection) -> list[Selection]:
-    """The leaves of a combined selection, from left to right."""
+    """Return the leaves of a combined selection, from left to right."""
     if isinstance(selection, Joined):
         return leaves(selection.left) + leaves(selection.right)
     return [selection]
@@ -511,7 +510,7 @@ MAX_TEXT = 1 << 15  # characters of a selection's text form
 
 
 def parse_tokens(text: TokensLike) -> Tokens:
-    """Parse a selection from its text form or from positions of `every`; return a selection unchanged."""
+    """Parse a selection from its text form or from positions in `every`; return a selection unchanged."""
     if isinstance(text, (Positions, TextSpan, Role, TokenIds, Between, ImageTokens, Joined)):
         return text
     if isinstance(text, (int, slice, range, list, tuple)) and not isinstance(text, bool):
@@ -534,7 +533,7 @@ def _malformed(text: str) -> ProgramError:
 
 
 def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int]:
-    """Parse selections joined by `ops`, lowest precedence first, from character `at`; return them and their end."""
+    """Parse selections joined by `ops`, lowest precedence first, from character `at`; return the result and its end."""
     if not ops:
         return _one(text, at, depth)
     left, at = _joined(text, at, depth, ops[1:])
@@ -545,7 +544,7 @@ def _joined(text: str, at: int, depth: int, ops: str = OPS) -> tuple[Tokens, int
 
 
 def _one(text: str, at: int, depth: int) -> tuple[Tokens, int]:
-    """Parse one selection, or several in parentheses."""
+    """Parse a single or parenthesized selection."""
     if opened := _OPEN.match(text, at):
         if depth == MAX_DEPTH:
             raise _malformed(text)

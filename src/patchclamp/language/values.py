@@ -1,6 +1,6 @@
-"""Values: the vectors an op writes, and the struct fields that convert user input to one type.
+"""Values: the vectors an op writes, and struct fields that convert user input to one type.
 
-A `Vector` holds its numbers. The other values refer to numbers: `Named` to the bank, `From` to another run's captures,
+A `Vector` holds its numbers; other values are references: `Named` to the bank, `From` to another run's captures,
 `SameRun` to an earlier layer of the same run.
 
 `at: Site = field(converter=as_site)` accepts `"resid_post[3]"` and stores a `Site`, for type checkers too (the typing
@@ -52,7 +52,7 @@ def field(*, converter: Callable[[Written], Read]) -> Read: ...
 @overload
 def field(*, converter: Callable[[Written], Read], default: Written) -> Read: ...
 def field(*, converter: Callable[[Any], Any], default: Any = msgspec.NODEFAULT) -> Any:
-    """Declare a field whose value is passed through `converter`. Without a default it is required."""
+    """Declare a field whose value is passed through `converter`. Without a default, the field is required."""
     return _Field(converter, default)
 
 
@@ -86,7 +86,7 @@ class _Converting(PublicMeta):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Converted(msgspec.Struct, metaclass=_Converting, frozen=True):
-    """Base of structs with converted fields. Errors carry the field's name."""
+    """Base of structs with converted fields. Errors name the field."""
 
     def __post_init__(self) -> None:
         for name, converter in type(self).converters.items():
@@ -105,7 +105,7 @@ BYTES = (str, bytes, bytearray, memoryview)
 
 
 def check_dense(tensor: Any, path: str | None = None) -> None:
-    """Raise `ShapeError` for a torch tensor whose numbers cannot be read: sparse, quantised, nested or meta."""
+    """Raise `ShapeError` for a torch tensor without dense data: sparse, quantised, nested or meta."""
     if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_nested:
         raise ShapeError("expected numbers in a dense tensor: call .to_dense() or .dequantize() first", path)
     if tensor.is_meta:
@@ -123,7 +123,7 @@ def as_plain(value: Any, path: str | None = None) -> Any:
 
 def as_items(items: Any, path: str) -> list[Any]:
     """Make a list of items; a set of numbers is sorted. Raises `ProgramError` for text, bytes, mappings and tables
-    (iterating them gives characters, keys or column names), and for other sets (they have no order)."""
+    (iteration would give characters, keys or column names), and for other sets (they are unordered)."""
     items = as_plain(items, path)
     if isinstance(items, (set, frozenset)) and all(isinstance(one, Real) for one in items):
         return sorted(items)
@@ -163,7 +163,7 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
             numbers = numbers.detach().cpu().float().numpy()
         if isinstance(numbers, (*BYTES, Mapping)):
             raise TypeError("not numbers")
-        if isinstance(numbers, Sequence):  # NumPy would convert text, or a bool among floats
+        if isinstance(numbers, Sequence):  # NumPy would convert text, or bools among floats
             numbers = read_elements(numbers, path)
         array = np.asarray(numbers)
         if array.dtype.kind not in "iuf" and array.dtype.name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
@@ -175,7 +175,7 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
 
 
 def read_elements(numbers: Sequence[Any], path: str | None = None) -> list[Any]:
-    """Convert arrays in nested lists. Raises `TypeError` for text, bytes, booleans and dates (NumPy converts them)."""
+    """Convert arrays in nested lists. Raises `TypeError` for text, bytes, booleans and dates (NumPy accepts them)."""
     return [one if type(one) in (float, int) else _element(one, path) for one in numbers]
 
 
@@ -190,8 +190,8 @@ def _element(one: Any, path: str | None) -> Any:
 
 
 class Vector(PublicStruct, frozen=True, tag="vector", dict=True):
-    """Numbers: one row [D] for every selected position, or [n, D] for the n selected positions in order. One row of
-    heads may be [H, E].
+    """One row [D] for all selected positions, or [n, D] for the n selected positions in order. A row of heads may be
+    [H, E].
 
     data: little-endian fp32, row-major
     """
@@ -216,18 +216,18 @@ class Vector(PublicStruct, frozen=True, tag="vector", dict=True):
         return cls(tuple(array.shape), array.tobytes())
 
     def array(self) -> np.ndarray:
-        """The numbers as a read-only fp32 array, [D] or [n, D]."""
+        """Return a read-only fp32 array, [D] or [n, D]."""
         import numpy as np
 
         return np.frombuffer(self.data, "<f4").reshape(self.shape)
 
     def rows(self) -> np.ndarray:
-        """The numbers as [n, D]; n is 1 for a vector [D]."""
+        """Return the rows [n, D]; n is 1 for a vector [D]."""
         return self.array().reshape(-1, self.shape[-1])
 
     @functools.cached_property
     def content(self) -> str:
-        """SHA-256 of shape and numbers, in hex: the vector's name in the bank. Cached."""
+        """SHA-256 of shape and data, in hex: the vector's name in the bank. Cached."""
         return hashlib.sha256(repr(self.shape).encode() + self.data).hexdigest()
 
     def __repr__(self) -> str:
@@ -236,8 +236,8 @@ class Vector(PublicStruct, frozen=True, tag="vector", dict=True):
 
 @functools.lru_cache(256)
 def orthonormal(directions: Vector) -> Vector:
-    """An orthonormal basis [k, D] of the span of the rows, in order. A row is dropped if at most a millionth of its
-    length is outside the span of the rows before it.
+    """Return an orthonormal basis [k, D] of the rows' span, in order. A row is dropped if at most a millionth of its
+    length is outside the span of its predecessors.
 
     Source: Gram-Schmidt, applied twice (Kahan; Parlett, The Symmetric Eigenvalue Problem, 6.9).
     """
@@ -255,7 +255,7 @@ def orthonormal(directions: Vector) -> Vector:
 
 
 class RunLike(Protocol):
-    """The part of a `Run` that `From` uses."""
+    """The interface of a `Run` for `From`."""
 
     key: str
 
@@ -276,10 +276,10 @@ def _position(value: TokensLike) -> Tokens:
 class From(Converted, frozen=True, tag="from", dict=True):
     """Rows that another run captured.
 
-    run: a `Run`, its name in the bank, or its key. Stored as text; a `Run` is kept alive as long as this value
-    site: the site where the rows were captured; None: the site that is written
-    position: the captured positions; None: the positions that are written. One position's row is written to every
-        position; n rows are written to n positions, in order
+    run: a `Run`, its name in the bank, or its key. Stored as text; this value keeps a `Run` alive
+    site: the site where the rows were captured; None: the op's site
+    position: the captured positions; None: the op's positions. A single row is written to every position; n rows are
+        written to n positions, in order
     """
 
     run: str = field(converter=_run_key)
@@ -295,9 +295,9 @@ class From(Converted, frozen=True, tag="from", dict=True):
 class SameRun(Converted, frozen=True, tag="same_run"):
     """Rows of an earlier layer of the same run, after the edits that precede this one in the program.
 
-    site: a site of one layer, or of as many layers as are written
-    position: the source positions, each no later than the position it is written to; None: the positions that are
-        written. One position's row is written to every position; n rows are written to n positions, in order
+    site: a site of one layer, or of as many layers as the op's site
+    position: the source positions, each no later than its target; None: the op's positions. A single row is written
+        to every position; n rows are written to n positions, in order
     """
 
     site: Site = field(converter=parse_site)
@@ -314,7 +314,7 @@ def check_name(name: object) -> str:
 
 
 class Named(PublicStruct, frozen=True, tag="named"):
-    """A bank entry, looked up when the request is made: a vector, or means (the written site's row is used)."""
+    """A bank entry, looked up when the request is made: a vector, or means (with a row for the op's site)."""
 
     name: str
 
@@ -326,7 +326,7 @@ Value = Vector | From | Named | SameRun
 
 
 class Array(Protocol):
-    """Anything NumPy can convert: its own arrays, and torch tensors."""
+    """Anything NumPy can convert, such as its own arrays and torch tensors."""
 
     def __array__(self) -> np.ndarray: ...
 
@@ -346,12 +346,12 @@ def as_value(value: ValueLike) -> Value:
 
 
 MAX_FP32 = (2 - 2**-23) * 2.0**127
-DTYPES = ("float32", "bfloat16", "float16")  # of captures
-POOLS = ("mean", "max", "last")  # of captures
+DTYPES = ("float32", "bfloat16", "float16")  # dtypes of captures
+POOLS = ("mean", "max", "last")  # reductions of captures
 
 
 def as_number(value: SupportsFloat) -> float:
-    """Convert a number of Python, NumPy or torch to a float. Text and booleans are errors."""
+    """Convert a Python, NumPy or torch number to a float. Raises for text and booleans."""
     if hasattr(value, "detach"):
         check_dense(value)
     try:
@@ -393,7 +393,7 @@ def as_flag(value: bool, path: str | None = None) -> bool:
 
 
 def as_dtype(value: object, path: str | None = None) -> str:
-    """The name of one of `DTYPES`, from its name or a torch dtype."""
+    """Return a name in `DTYPES`, from a name or a torch dtype."""
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise unknown("capture dtype", name, DTYPES, path)
@@ -419,14 +419,14 @@ def as_numbers(value: ValueLike) -> Vector | Named:
 
 
 def as_row(value: ValueLike) -> Vector | Named:
-    """Convert to numbers [D]."""
+    """Convert to a vector [D]."""
     if isinstance(vector := as_numbers(value), Vector) and len(vector.shape) != 1:
         raise ShapeError(f"expected one row [D], got {list(vector.shape)}")
     return vector
 
 
 def as_mask(value: ValueLike) -> Vector | Named:
-    """Convert to numbers [D]; booleans become 0 and 1."""
+    """Convert to a vector [D]; booleans become 0 and 1."""
     if isinstance(value, (list, tuple)):
         flags = ("bool", "bool_")
         return as_row([float(one) if type(one).__name__ in flags else one for one in value])  # type: ignore[arg-type]
@@ -436,25 +436,25 @@ def as_mask(value: ValueLike) -> Vector | Named:
 
 
 def as_directions(value: ValueLike) -> Vector | Named:
-    """Convert to numbers [D] or [k, D]. Raises `ShapeError` for a row of zeros."""
+    """Convert to a vector [D] or [k, D]. Raises `ShapeError` for a row of zeros."""
     if isinstance(vector := as_numbers(value), Vector) and not vector.array().any(axis=-1).all():
         raise ShapeError("expected nonzero directions, got a row of zeros")
     return vector
 
 
 def check_plane(vector: Vector, field: str = "") -> Vector:
-    """Raise `ShapeError` unless the vector has two rows [2, D] that are linearly independent."""
+    """Raise `ShapeError` unless the vector has two linearly independent rows, [2, D]."""
     if vector.shape[:-1] != (2,) or not vector.array().any(axis=-1).all() or len(orthonormal(vector).rows()) != 2:
         raise ShapeError(f"expected two linearly independent rows [2, D], got {list(vector.shape)}", field)
     return vector
 
 
 def as_plane(value: ValueLike) -> Vector | Named:
-    """Convert to numbers [2, D]. Raises `ShapeError` for rows that do not span a plane."""
+    """Convert to a vector [2, D]. Raises `ShapeError` for rows that do not span a plane."""
     vector = as_numbers(value)
     return check_plane(vector) if isinstance(vector, Vector) else vector
 
 
 def as_direction(value: ValueLike) -> Vector | Named:
-    """Convert to numbers [D]. Raises `ShapeError` for zeros."""
+    """Convert to a vector [D]. Raises `ShapeError` for zeros."""
     return as_row(as_directions(value))

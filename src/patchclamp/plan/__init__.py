@@ -1,6 +1,6 @@
-"""The planner: binds programs to prompts and plans each step of a batch. NumPy only.
+"""The planner: binds programs to prompts, and plans each step of a batch. NumPy only.
 
-Program       --bind, lower--> BoundProgram   one request: sites become points, selections become position ranges
+Program       --bind, lower--> BoundProgram   per request: sites become points, selections become position ranges
 BoundProgram  --admit------->  ProgramTable   records by slot and point; changes only when requests come and go
 Batch         --make_plan--->  StepPlan       the slot of each row, and the buffer offsets of captured rows
 """

@@ -1,4 +1,4 @@
-"""Bind a program to one prompt: check all names and selections before anything runs, and lower each op to numbers.
+"""Bind a program to one prompt: check all names and selections before the run, and lower each op to arrays.
 
 A new op of an existing kind (`plan.bound`) is a struct in `language.ops` and one lowering function here. The function
 reads the prompt, the model and the bank through its `Context`.
@@ -100,21 +100,21 @@ class Context(Protocol):
     conditional: bool
 
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
-        """The bank keys of a value (one per point, or one for all), and the row for each selected position (None: row
+        """Return a value's bank keys (one per point, or one for all), and its row for each selected position (None: row
         0). Errors get the path `value`."""
         ...
 
     def rows(self, count: int) -> np.ndarray:
-        """The row for each selected position, for a value with `count` rows. Raises `ShapeError` if the counts
+        """Return the row for each selected position, for a value with `count` rows. Raises `ShapeError` if the counts
         differ."""
         ...
 
     def padded(self, vector: Vector, field: str) -> Vector:
-        """A vector of the site's width, padded to the width of its point."""
+        """Pad a vector of the site's width to the point's width."""
         ...
 
     def vector(self, value: ValueLike, field: str) -> Vector:
-        """The single vector of a field, of the site's width, for all points."""
+        """Return a field's single vector for all points, of the site's width."""
         ...
 
     def put(self, vector: Vector) -> str:
@@ -122,38 +122,38 @@ class Context(Protocol):
         ...
 
     def needs_whole_rows(self, op: SiteOp) -> None:
-        """Raise `UnsupportedSite` if no worker has the whole row, which the op sums over."""
+        """Raise `UnsupportedSite` if no worker has the whole row, since the op sums over it."""
         ...
 
     def points(self) -> list[tuple[str, int | None]]:
-        """The kind and layer of each point."""
+        """Return the kind and layer of each point."""
         ...
 
     def check_lens(self, lens: ops.Lens) -> None:
-        """Raise `UnsupportedSite` if the model has no lens, `ProgramError` if it has fewer than `top` tokens,
-        `ShapeError` if translators have another width."""
+        """Raise `UnsupportedSite` if the model has no lens, `ProgramError` if `top` exceeds the vocabulary,
+        `ShapeError` if the translators have another width."""
         ...
 
     def heads(self) -> tuple[int, int, int]:
-        """The first head of the op's site, the number of heads, and the request's number of positions."""
+        """Return the first head of the op's site, the number of heads, and the request's number of positions."""
         ...
 
     def edges(self, keys: Tokens | Vector, removed: bool = False) -> tuple[tuple[int, int], ...]:
-        """The ranges of keys whose attention is edited; () for new rows of the pattern. Queries before all keys are
-        dropped. Raises `TokensError` for selections that depend on generated tokens, if no query is left, if `removed`
-        keys leave a query without any, and for a row with probabilities of keys after its query."""
+        """Return the key ranges to edit; () for new rows of the pattern. Queries before all keys are dropped. Raises
+        `TokensError` for selections that depend on generated tokens, without remaining queries, if `removed` keys
+        leave a query without keys, and for a row with probabilities of keys after its query."""
         ...
 
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
-        """The SAE that the op names. Raises `ProgramError` for an id out of range."""
+        """Return the op's SAE. Raises `ProgramError` for an id out of range."""
         ...
 
     def read_before(self, action: Action, ref: SiteRef) -> None:
-        """Add an op on the same tokens at an earlier site."""
+        """Add an op on the same tokens at the earlier site `ref`."""
         ...
 
     def code(self, op: ops.Apply) -> int:
-        """Assign a number to an op's code. Raises `ProgramError` if code is not allowed."""
+        """Return a new number for an op's code. Raises `ProgramError` if code is not allowed."""
         ...
 
 
@@ -162,7 +162,7 @@ class Lowered(msgspec.Struct, frozen=True):
 
     values: bank keys
     rows: the value's row for each selected position; None: row 0
-    repeats: how often the action runs at each position, with rows 0, 1, … of the value
+    repeats: the number of times the action runs at each position, with rows 0, 1, … of the value
     """
 
     action: Action
@@ -173,7 +173,7 @@ class Lowered(msgspec.Struct, frozen=True):
 
 @functools.singledispatch
 def lower(op: SiteOp, context: Context) -> Lowered:
-    """Lower an op to numbers. Errors get the field's name as their path."""
+    """Lower an op. Errors get the field's name as their path."""
     raise NotImplementedError(f"no lowering for {type(op).__name__}")
 
 
@@ -246,7 +246,7 @@ def _encoded(
     dictionary: Dictionary, context: Context, ids: tuple[int, ...] = (),
     gates: tuple[tuple[float, float, float], ...] = (),
 ) -> Lowered:  # fmt: skip
-    """An edit that runs the whole encoder, plus the op that reads its row if that is at another site."""
+    """Lower an edit that runs the whole encoder. If the SAE reads another site, also add an op that reads the row."""
     action = Encoded(dictionary.card.name, dictionary.card.content, ids, gates)
     if dictionary.at != dictionary.to:
         context.read_before(msgspec.structs.replace(action, reads=True), dictionary.at)
@@ -254,7 +254,7 @@ def _encoded(
 
 
 def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) -> Vector:
-    """The matrix of a readout, [k, D]."""
+    """Return a readout's matrix, [k, D]."""
     if any(kind == "logits" for kind, _ in context.points()):
         raise UnsupportedSite(
             "logits cannot be projected: capture final_norm, projected by W times the unembedding", "at"
@@ -343,7 +343,7 @@ def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
 
 
 def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward: float = 0.0) -> Factored:
-    """The action that adds multiples of the rows of `added`, by products with the rows of `along`."""
+    """Return the action that adds multiples of the rows of `added`, by products with the rows of `along`."""
     if any(kind == "logits" for kind, _ in context.points()):
         raise UnsupportedSite(f"{type(op).__name__} does not support logits: edit final_norm", "at")
     rows = np.concatenate([along.rows(), added.rows()])
@@ -354,7 +354,7 @@ def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward
 
 def gates_of(rank: int, bias: Any = 0.0, threshold: Any = -MAX_FP32, offset: Any = 0.0, slope: Any = 0.0,
              otherwise: Any = 0.0) -> Vector:  # fmt: skip
-    """The numbers [k, 5] of a `Factored` action; no threshold by default."""
+    """Return the coefficients [k, 5] of a `Factored` action; no threshold by default."""
     numbers = np.empty((rank, 5), np.float32)
     for i, each in enumerate((bias, threshold, offset, slope, otherwise)):
         numbers[:, i] = each
@@ -373,7 +373,7 @@ def _clamp(op: ops.Clamp, context: Context) -> Lowered:
 def _rotate(op: ops.Rotate, context: Context) -> Lowered:
     context.needs_whole_rows(op)
     if any(kind == "logits" for kind, _ in context.points()):
-        raise UnsupportedSite("logits cannot be rotated: rotate final_norm in the plane of two directions there", "at")
+        raise UnsupportedSite("logits cannot be rotated: rotate final_norm, with a plane of width D", "at")
     basis = orthonormal(check_plane(context.vector(op.plane, "plane"), "plane"))
     angle = math.radians(op.degrees)
     return Lowered(Rotation(math.cos(angle), math.sin(angle), op.relative), (context.put(basis),))
@@ -406,16 +406,16 @@ def _one_row(vector: Vector, field: str) -> Vector:
 
 
 NO_BANK = NamedBank()
-MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # of nested `Use`: its depth, and all edits of the used programs
+MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # nested `Use`: the depth, and the edits of all used programs
 
 
 class Code(NamedTuple):
-    """The code of an `Apply`.
+    """Code of an `Apply` op.
 
     path: the op's path in its program
-    arguments: the names of the arguments `fn` takes in addition to the rows
+    arguments: the optional arguments that `fn` takes
     sites: the site's text form, by point
-    what: its name in errors
+    what: the code's name in errors
     """
 
     path: str
@@ -433,11 +433,11 @@ def bind(
     bank: Mapping[str, Any] | None = None, vectors: dict[str, np.ndarray] | None = None,
     code: dict[int, Code] | None = None, known: Known | None = None,
 ) -> BoundProgram:  # fmt: skip
-    """Check a program against a prompt, a model, and the runs and bank names it reads, and lower it to numbers.
+    """Check a program against a prompt, a model, and the runs and bank names it reads, and lower it.
 
-    Positions are those of input tokens, below len(prompt) + max_tokens − 1. `vectors` receives the rows [n, W] of every
-    vector by bank key, `code` the code by number (None: code is not allowed). `known` caches work across programs bound
-    together.
+    Positions are input tokens' positions, below len(prompt) + max_tokens − 1. `vectors` receives every vector's rows
+    [n, W] by bank key, `code` the code by number (None: code is not allowed). `known` caches work across programs that
+    are bound together.
 
     Raises `ProgramError`, `TokensError`, `ShapeError`, `UnsupportedSite`, `MissingSource` or `CapacityError`, with the
     op's path.
@@ -454,36 +454,36 @@ def bind(
 
 class Known:
     """A cache shared by the programs of one call: refs by site, positions by selection, rows by run, and ranges by
-    positions. Entries keyed by an array's identity hold the array, so that its id is not reused.
+    positions. Entries keyed by an array's id hold the array, to prevent reuse of the id.
 
-    `count(records)` is called with the work of each op as it is bound (`record_work`); binding aborts if it raises.
+    Binding calls `count(records)` with each op's work (`record_work`), and aborts if it raises.
     """
 
     def __init__(self, count: Callable[[int], None] | None = None) -> None:
         self.count: Callable[..., Any] = count or (lambda records: None)
         self.refs: dict[Site, list[SiteRef]] = {}
         self.cases: dict[tuple[Any, ...], list[Case]] = {}  # by selection, length, limit and lowest position
-        self.merged: dict[tuple[int, ...], tuple[np.ndarray, list[Case]]] = {}  # by the cases' arrays: their positions
-        self.selected: dict[tuple[Selection, str], np.ndarray] = {}  # positions of a run
+        self.merged: dict[tuple[int, ...], tuple[np.ndarray, list[Case]]] = {}  # positions, by ids of the cases' arrays
+        self.selected: dict[tuple[Selection, str], np.ndarray] = {}  # a run's positions
         self.rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.ranges: dict[tuple[int, int], tuple[tuple[PositionRange, ...], np.ndarray, np.ndarray | None]] = {}
 
     def merged_of(self, cases: list[Case]) -> np.ndarray:
-        """All positions of the given cases, ascending; the same array for the same cases."""
+        """Return all positions of the given cases, ascending; the same array for the same cases."""
         key = tuple(id(case.positions) for case in cases)
         if key not in self.merged:
             self.merged[key] = np.unique(np.concatenate([case.positions for case in cases])), cases
         return self.merged[key][0]
 
     def rows_of(self, captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
-        """Cached `_rows`."""
+        """Call `_rows`, cached."""
         key = id(captured), id(wanted)
         if key not in self.rows:
             self.rows[key] = _rows(captured, wanted, run, ref), captured, wanted
         return self.rows[key][0]
 
     def ranges_of(self, positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-        """Cached `position_ranges`."""
+        """Call `position_ranges`, cached."""
         key = id(positions), id(rows)
         if key not in self.ranges:
             self.ranges[key] = position_ranges(positions, rows), positions, rows
@@ -509,18 +509,18 @@ class _Binder:
         self.own_keys = itertools.count()
         self._cases_of_prompt: dict[tuple[Any, ...], list[Case]] = {}  # by selection and lowest position
         self._edits_at: collections.Counter[int] = collections.Counter()  # the edits bound so far, by point
-        self._read_after: dict[str, list[int]] = {}  # the same number where a probe is read, at each of its points
-        self._probes: dict[str, Probe] = {}  # by name, and features that conditions compare
-        self._tests: dict[str, list[BoundOp]] = {}  # the comparisons of each probe
-        self._bit_of: dict[Any, int] = {}  # by comparison; also bits and latches of conditions, by what sets them
+        self._read_after: dict[str, list[int]] = {}  # `_edits_at` of a probe's points when the probe was read
+        self._probes: dict[str, Probe] = {}  # by name; includes features that conditions compare
+        self._tests: dict[str, list[BoundOp]] = {}  # each probe's comparisons
+        self._bit_of: dict[Any, int] = {}  # by comparison; also bits and latches of conditions, by their key
         self._bits, self._latches = itertools.count(), itertools.count()
-        self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # with their tokens, by SAE and id
-        self._spans: dict[tuple[tuple[int, int], bool], Guard] = {}  # by delimiters, and inside or outside
+        self._features_compared: dict[tuple[str, int], list[Selection]] = {}  # token selections, by SAE and feature id
+        self._spans: dict[tuple[tuple[int, int], bool], Guard] = {}  # by delimiters and side (inside or outside)
         self._span_ops: list[BoundOp] = []
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
-        """Bind all ops, after those that find delimiters. A probe's comparisons are all made where the program first
-        reads it, so later edits at its site change no decision."""
+        """Bind all ops, preceded by the ops that find delimiters. All comparisons of a probe follow its first read, so
+        later edits at its site change no decision."""
         ops = [bound for path, op in program.ops for bound in self.bind(path, op)]
         return tuple(
             each for op in (*self._span_ops, *ops)
@@ -528,7 +528,7 @@ class _Binder:
         )  # fmt: skip
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
-        """Bind an op, or the edits of the program it uses; `users`: the chain of `Use` leading to the op."""
+        """Bind an op; for a `Use`, the program's edits. `users`: the names in the enclosing chain of `Use`."""
         try:
             if isinstance(op, When):
                 conditional = self._when(path, op)
@@ -546,7 +546,7 @@ class _Binder:
         return list(itertools.chain.from_iterable(used))
 
     def _used(self, op: Use, users: tuple[str, ...]) -> list[Op]:
-        """The edits of the program that a `Use` names, scaled."""
+        """Return the scaled edits of the program that a `Use` names."""
         if len(users) == MAX_USE_DEPTH:
             raise ProgramError(f"pc.Use is nested more than {MAX_USE_DEPTH} levels deep", "name")
         if op.name in users:
@@ -564,10 +564,10 @@ class _Binder:
         return [op.scaled(edit) for edit in program.edits]
 
     def _when(self, path: str, op: When) -> list[BoundOp]:
-        """Bind conditional edits: first the probes and the decision, then the edits with their guard."""
+        """Bind conditional edits: first the probes, then the decision, then the guarded edits."""
         ops: list[BoundOp] = []
-        points: dict[int, Point] = {}  # that its probes read, by depth
-        within = np.ones(self.limit, bool)  # the positions that all of them read
+        points: dict[int, Point] = {}  # the points that the probes read, by depth
+        within = np.ones(self.limit, bool)  # the positions that all probes read
         try:
             asked = self._by_probes(op.condition)
             for each in comparisons(asked):
@@ -589,13 +589,13 @@ class _Binder:
 
         def decide(new: Callable[[str], int], field: str, make: Callable[[int], All | Latch]) -> int:
             key = make(0), last.number, where
-            if key not in self._bit_of:  # else an earlier condition decided the same
+            if key not in self._bit_of:  # otherwise an equal earlier condition decided it
                 self._bit_of[key] = new(field)
                 ops.append(BoundOp(f"{path}.condition", make(self._bit_of[key]), (last.number,), (), where))
             return self._bit_of[key]
 
         def bit_of(condition: ProbeCondition, negated: bool = False) -> int:
-            """The bit that a condition or its negation sets."""
+            """Return the bit that a condition, or its negation, sets."""
             if isinstance(condition, Not):
                 return bit_of(condition.condition, not negated)
             parts = condition.conditions if isinstance(condition, Every) else (condition,)
@@ -626,7 +626,7 @@ class _Binder:
         )]  # fmt: skip
 
     def _by_probes(self, condition: ProbeCondition) -> ProbeCondition:
-        """A condition with each feature replaced by a probe: its encoder row, for a local SAE."""
+        """Replace each feature in a condition by a probe with the feature's encoder row; the SAE must be local."""
         if isinstance(condition, Not):
             return Not(self._by_probes(condition.condition))
         if isinstance(condition, Every):
@@ -678,8 +678,8 @@ class _Binder:
         return latch
 
     def _read(self, path: str, probe: Probe, is_compared: bool = False) -> list[BoundOp]:
-        """The op that reads a probe, where the program first names it. Raises `ProgramError` if the probe's scores have
-        changed since, unless it is only named to compare the existing scores."""
+        """Bind a probe's read when the program first uses it. Raises `ProgramError` if a later use follows an edit of
+        its site, unless that use only compares existing scores."""
         if self._probes.setdefault(probe.name, probe) != probe:
             raise ProgramError(
                 f"duplicate name {probe.name!r} (a probe, or a feature in a condition): rename the probe", "name"
@@ -696,7 +696,7 @@ class _Binder:
         return self._bind(path, probe)
 
     def _comparison(self, path: str, each: Above) -> tuple[Point, np.ndarray]:
-        """Assign a bit to a comparison. Returns the point its probe reads, and the positions."""
+        """Assign a bit to a comparison. Returns its probe's point and positions."""
         probe = each.probe
         if probe.pool is not None:
             raise ProgramError(f"probe {probe.name!r} is pooled, so its score is only available after the run", "pool")
@@ -730,7 +730,7 @@ class _Binder:
         return point, cases[0].positions
 
     def _conditional(self, path: str, edit: Op, guard: Guard, last: Point, first: int) -> list[BoundOp]:
-        """The ops of a conditional edit, from position `first` on."""
+        """Bind a conditional edit from position `first` on."""
         assert isinstance(edit, SiteOp)
         try:
             bound = self._bind(path, edit)
@@ -768,7 +768,7 @@ class _Binder:
         return guarded
 
     def _bind(self, path: str, op: SiteOp) -> list[BoundOp]:
-        """Bind an op: an edit once per condition under which it acts, a capture once."""
+        """Bind an op: an edit once per token condition, a capture once."""
         refs = self._resolve(op)
         cases = self.select(op.tokens, refs[0])
         if isinstance(op, Readout):
@@ -789,9 +789,9 @@ class _Binder:
         return [msgspec.structs.replace(each, guard=guard) if each.is_edit else each for each in bound]
 
     def _span(self, path: str, tokens: Tokens, inside: bool) -> Guard:
-        """The guard of generated tokens inside a selection's `between`, or outside. The first op that needs it sets its
-        bit, from the ids of the step's tokens and a latch set by earlier steps. The latch is read at the embedding and
-        written at the end of the stream, since rows at one point are unordered."""
+        """Return the guard for generated tokens inside (or outside) a selection's `between`. Its first use adds ops
+        that set a bit, from the step's token ids and a latch set by earlier steps. The latch is read at the embedding
+        and written at the end of the stream, since rows at one point are unordered."""
         [between] = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
         pair = self.prompt.one_token(between.opening, tokens), self.prompt.one_token(between.closing, tokens)
         begin, [first] = len(self.prompt.ids), self.sites.resolve(Site("embed"))
@@ -816,7 +816,7 @@ class _Binder:
         return self._spans[pair, inside]
 
     def dictionary(self, name: str) -> Dictionary:
-        """The SAE attached under a name."""
+        """Return the SAE attached as `name`."""
         found = self.sites.dictionaries.get(name)
         if found is None:
             raise unknown("SAE", name, self.sites.dictionaries, "name")
@@ -834,7 +834,7 @@ class _Binder:
         return self.known.refs[op.at]
 
     def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
-        """A selection's cases at a site: unconditional positions, then those that depend on a token's id."""
+        """Return a selection's cases at a site: unconditional positions, then positions that depend on a token's id."""
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
         known, key = self._cases_of_prompt, (tokens, lowest)
         if is_positional(tokens):
@@ -866,7 +866,7 @@ class _Binder:
             raise TokensError(f"token id {beyond[0]} is out of range for a vocabulary of {self.sites.d_vocab}", field)
 
     def _check_sampled(self, positions: np.ndarray) -> None:
-        """Raise for positions without logits, which exist only at sampled positions; `every` means all of these."""
+        """Raise for positions without logits. Only sampled positions have logits; `every` selects all of them."""
         first = len(self.prompt.ids) - 1
         if positions.size and positions.min() < first:
             raise UnsupportedSite(
@@ -883,7 +883,7 @@ class _Binder:
             raise error.under(field) from None
 
     def run(self, name: str) -> tuple[str, SourceRun]:
-        """The key and the captures of a run, by its key or its bank name."""
+        """Return a run's key and captures, by its key or bank name."""
         named = self._bank[name] if name in self._bank else None  # noqa: SIM401  a bank's `get` raises
         if named is not None and not is_run(named):
             raise ProgramError(f"expected a run, got {type(named).__name__} {name!r} in the bank")
@@ -900,7 +900,7 @@ class _Binder:
         return key
 
     def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
-        """Assign a new number to an op's code at each binding, so that requests never share its cached blocks."""
+        """Assign a new number to an op's code at each binding, so that requests never share the op's cached blocks."""
         if self._code is None:
             raise ProgramError("Apply runs Python code in the engine: enable pc.LM(..., allow_code=True)", "fn")
         number = next(code_numbers)
@@ -908,24 +908,24 @@ class _Binder:
         return number
 
 
-LAST = POOLS.index("last") + 1  # of `Keep.pool`
+LAST = POOLS.index("last") + 1  # in `Keep.pool`
 
 
 class _OpBinder:
-    """The `Context` of one op, at its site refs and at the positions of one case."""
+    """The `Context` of one op, at its site refs and one case's positions."""
 
     def __init__(
         self, binder: _Binder, path: str, op: SiteOp, refs: list[SiteRef], case: Case, conditional: bool
     ) -> None:
         self._binder, self._path, self._op, self._refs, self._case = binder, path, op, refs, case
         self.conditional, self._sites = conditional, binder.sites
-        self._stored: list[BoundOp] = []  # `Store` ops for rows that it reads from its own run
+        self._stored: list[BoundOp] = []  # `Store` ops for rows that the op reads from its own run
 
     def bound(self) -> list[BoundOp]:
-        """The bound op, after the `Store` ops it requires."""
+        """Return the `Store` ops that the op requires, then the bound op."""
         lowered, columns = lower(self._op, self), self._refs[0].columns
         if isinstance(lowered.action, Keep) and lowered.action.pool == LAST and not self.conditional:
-            # of the prompt's tokens only the last one can be the last of all; the ones before may come from a cache
+            # earlier prompt tokens cannot be the last of all, and may come from a cache
             prompt = np.searchsorted(self._case.positions, len(self._binder.prompt.ids))
             ranges = position_ranges(self._case.positions[max(prompt - 1, 0) :], None)
         else:
@@ -943,8 +943,8 @@ class _OpBinder:
         return [*self._stored, bound]
 
     def _pooled_in_step(self, action: Action) -> Action:
-        """The op's action; a mean or maximum over prompt tokens is reduced on the device. Generated tokens are not,
-        since some may be discarded: rejected draft tokens, and those after a stop string."""
+        """Return the op's action. A mean or maximum is reduced on the device over prompt tokens, but not over generated
+        tokens, since some may be discarded (rejected draft tokens, tokens after a stop string)."""
         positions = self._case.positions
         if not isinstance(action, Keep) or action.pool in (0, LAST) or self.conditional or not len(positions):
             return action
@@ -1053,7 +1053,7 @@ class _OpBinder:
         return np.arange(count)
 
     def _vectors(self, value: Value, field: str) -> list[Vector]:
-        """One vector for all site refs, or one per ref.
+        """Return one vector for all site refs, or one per ref.
 
         Raises `MissingSource` for a name missing from the bank, `ShapeError` for a vector of the wrong width.
         """
@@ -1066,8 +1066,8 @@ class _OpBinder:
         return self._as_wide(vector, False, field)
 
     def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
-        """Pad a vector with 0 to the width of its point, outside the columns of the site ref. A row of heads may be [H,
-        E], except in a projection; a `named` vector may already have the point's width."""
+        """Pad a vector with 0 to its point's width, outside the site ref's columns. A row of heads may be [H, E],
+        except in a projection; a `named` vector may already have the point's width."""
         ref = self._refs[0]
         width, parts = self._sites.points[ref.point].width, self._sites.parts(ref.name)
         first, end = ref.columns or (0, width)
@@ -1095,14 +1095,14 @@ class _OpBinder:
         return [self._mean(value.name, entry, ref, field) for ref in self._refs]
 
     def _mean(self, name: str, means: Means, ref: SiteRef, field: str) -> Vector:
-        """The mean of a site ref, under any name of its point."""
+        """Return a site ref's mean, stored under any name of its point."""
         for label in self._sites.labels(ref.point):
             if label in means.rows:
                 return means.rows[label]
         raise MissingSource(f"{name!r} has no mean of {ref}; available: {', '.join(means.rows)}", field)
 
     def _rows_of(self, value: From) -> tuple[tuple[str, ...], np.ndarray]:
-        """The bank keys of another run's rows, and the row for each written position."""
+        """Return the bank keys of another run's rows, and the row for each written position."""
         run, source = self._binder.run(value.run)
         read = self._refs if value.site is None else self._sites.resolve(value.site)
         self._check_alike(value, read)
@@ -1117,7 +1117,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_rows(self, value: SameRun) -> tuple[tuple[str, ...], np.ndarray]:
-        """The bank keys of rows this run stores for the op, and the row for each written position."""
+        """Return the bank keys of rows this run stores for the op, and the row for each written position."""
         if value.site.name in DERIVED:
             raise UnsupportedSite(f"{value.site} is computed only after the step, so the same run cannot read it")
         read, written = self._sites.resolve(value.site), self._case.positions
@@ -1140,7 +1140,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_positions(self, tokens: Tokens, ref: SiteRef) -> np.ndarray:
-        """The positions of a selection, in order. Raises `ShapeError` if they depend on generated tokens."""
+        """Return a selection's positions, in order. Raises `ShapeError` if they depend on generated tokens."""
         cases = self._binder.select(tokens, ref)
         if len(cases) != 1 or not cases[0].alone or not (self._case.alone or len(cases[0].positions) == 1):
             raise ShapeError(f"expected fixed positions; {tokens} depends on generated tokens", "position")
@@ -1160,7 +1160,7 @@ class _OpBinder:
         return positions
 
     def _check_alike(self, value: From | SameRun, read: list[SiteRef]) -> None:
-        """Raise if the rows read do not fit the points they are written to."""
+        """Raise if the source refs `read` do not fit the op's site."""
         written, sites = self._refs, self._sites
         if len(read) not in (1, len(written)):
             raise ShapeError(f"expected 1 or {len(written)} source layers, got {len(read)} ({value.site})")
@@ -1175,8 +1175,8 @@ class _OpBinder:
 
 
 def product_above(each: Above) -> float:
-    """The threshold of the product W h: the greatest fp32 number whose score, as `run.probes` computes it, does not
-    exceed the comparison's. The decision then agrees with the rounded score exactly."""
+    """Return the threshold of the product W h: the greatest fp32 number whose score, as computed by `run.probes`, does
+    not pass the comparison. Decisions then agree exactly with the rounded score."""
     probe = each.probe
     if probe.activation == "softmax":
         raise ProgramError("a condition does not support softmax, which depends on all outputs", "activation")
@@ -1186,11 +1186,11 @@ def product_above(each: Above) -> float:
 
 @functools.lru_cache(4096)
 def _greatest_below(bias: float, activation: str | None, threshold: float, inclusive: bool) -> float:
-    """`product_above` by bisection, since scores increase with products."""
+    """Find `product_above` by bisection, since scores increase with products."""
     compare = np.greater_equal if inclusive else np.greater
 
     def product(rank: int) -> np.ndarray:
-        """The fp32 number of a rank in ascending order; 0 has rank 0."""
+        """Return the fp32 number with this rank in ascending order; 0 has rank 0."""
         return np.copysign(np.array([abs(rank)], np.int32).view(np.float32), rank)
 
     def holds(rank: int) -> bool:
@@ -1210,7 +1210,7 @@ def _greatest_below(bias: float, activation: str | None, threshold: float, inclu
 
 
 def _from(ranges: tuple[PositionRange, ...], first: int) -> tuple[PositionRange, ...]:
-    """The parts of ranges from position `first` on."""
+    """Return the parts of ranges from position `first` on."""
     return tuple(
         each._replace(start=max(each.start, first), row=each.row + max(first - each.start, 0) * each.step)
         for each in ranges if each.stop > first
@@ -1218,12 +1218,12 @@ def _from(ranges: tuple[PositionRange, ...], first: int) -> tuple[PositionRange,
 
 
 def is_part_alike(read: SiteRef, written: SiteRef) -> bool:
-    """True if both have the same columns, or if a whole row is read and a part of the same site is written."""
+    """True if both refs have the same columns, or if `read` is the whole row of a site and `written` a part of it."""
     return read.columns == written.columns or (read.columns is None and read.name == written.name)
 
 
 def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:
-    """Raise `UnsupportedSite` unless a run computes one site before it writes the other."""
+    """Raise `UnsupportedSite` unless a run computes site `read` before site `written`."""
     if sites.points[read.point].rows == "sampled":
         raise UnsupportedSite(f"{read} is computed at the end of a step, so the same run cannot write it elsewhere")
     if sites.stages > 1:
@@ -1249,7 +1249,7 @@ def reaches_cache(point: Point) -> bool:
 
 
 def vector_key(vector: Vector) -> str:
-    """The bank key of an inline vector: a hash of its content."""
+    """Return the bank key of an inline vector: a hash of its content."""
     return f"v:{vector.content}"
 
 
@@ -1261,12 +1261,12 @@ def _flat(vector: Vector) -> Vector:
 
 @functools.lru_cache(1024)
 def _padded(vector: Vector, before: int, after: int) -> Vector:
-    """Pad a vector with zero columns on both sides. Cached, so that it is hashed once for all prompts."""
+    """Pad a vector with zero columns on both sides. Cached, so that the vector is hashed once for all prompts."""
     return Vector.of(np.pad(vector.array(), [(0, 0)] * (len(vector.shape) - 1) + [(before, after)]))
 
 
 def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
-    """The row of each requested position. Raises `MissingSource` for a position that was not captured."""
+    """Return the row of each requested position. Raises `MissingSource` for a position that was not captured."""
     if len(captured) == 0:
         raise MissingSource(f"run {run} did not capture {ref}")
     rows = np.searchsorted(captured, wanted)
@@ -1280,7 +1280,7 @@ def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> n
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """A program bound to a prompt, and its inputs: vectors by bank key, code by number, runs."""
+    """A program bound to a prompt, with its inputs: vectors by bank key, code by number, runs."""
 
     bound: BoundProgram | None = None
     vectors: dict[str, np.ndarray] = {}
@@ -1289,8 +1289,8 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Bindings:
-    """Binds the programs of one call: once per prompt length if only the length matters, and once for all lengths if
-    they edit every token. `source` returns the captures of a run; `count` is passed to `Known`."""
+    """Binds the programs of one call: once per prompt length if only the length matters, once for all lengths if they
+    edit every token. `source` returns a run's captures; `count` is passed to `Known`."""
 
     def __init__(
         self, sites: SiteMap, source: Callable[[str], SourceRun], bank: Mapping[str, Any], allow_code: bool,
@@ -1298,7 +1298,7 @@ class Bindings:
     ) -> None:  # fmt: skip
         self._sites, self._source, self._bank, self._allow_code = sites, source, bank, allow_code
         self._known = Known(count)
-        # by id of the program, which is kept so that its id is not reused, prompt length, and `max_tokens`; 0: any
+        # by program id (the program is kept, so that its id is not reused), prompt length, and `max_tokens`; 0: any
         self._by_length: dict[tuple[int, int, int], tuple[Program, Binding]] = {}
         self._cells: dict[tuple[int, ...], Callable[[], CellRecords]] = {}
 
@@ -1329,7 +1329,7 @@ class Bindings:
         binding = Binding(bound, vectors, code or {}, tuple(sources.values()))
         if is_of_length_alone(program):
             self._by_length[key] = program, binding
-            # not of a one-token prompt: one-row values would broadcast to others, and its only position has logits
+            # excludes one-token prompts: one-row values would broadcast, and the only position has logits
             if (
                 length > 1
                 and all(op.is_edit and op.kind != APPLY and op.ranges == (whole,) for op in bound.ops)
@@ -1341,8 +1341,8 @@ class Bindings:
     def cells_of(
         self, programs: Sequence[Program], bound: Sequence[BoundProgram | None], max_tokens: int
     ) -> Callable[[], CellRecords]:
-        """Return a function from bound programs to their cells, made once per prompt length if only the length matters,
-        or once for all prompts if every token is edited."""
+        """Return a function that makes the programs' cells: once per prompt length if only the length matters, once for
+        all prompts if every token is edited."""
         length = next((of.prompt for of in bound if of is not None), 0)
         numbers = tuple(id(program) if program else 0 for program in programs)
         make = functools.cache(functools.partial(cells_of, bound))

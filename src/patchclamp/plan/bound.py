@@ -1,4 +1,4 @@
-"""Bound programs: a program as numbers for one prompt; plain data, sent as msgpack.
+"""Bound programs: programs lowered for one prompt, as plain data that is sent as msgpack.
 
 Prefix caching: the key of a key/value block includes a hash of the edits at its positions (`block_key`). The engine
 chains block keys, so a key covers the edits of earlier blocks too. Blocks before the first edited position get no hash
@@ -27,21 +27,21 @@ LINEAR = 1  # h_scale · h + v_scale · v; a scale of 0 omits its term (0 · inf
 BLEND = 2  # (1 − a) · h + a · v for a = alpha · m, with m per column
 PROJECT = 3  # h + (p′ − p) · v for p = h · v and p′ = p clamped to low … high
 NOISE = 4  # h + std · ε; relative: std times the row's root mean square
-MATCH = 5  # a condition: the next record acts only if the token's id is, or is not, in a list
+MATCH = 5  # a condition: the next record acts only if the token's id is (or is not) in a list
 APPLY = 6  # fn(h), arbitrary code
 STORE = 7  # write the row to the bank, for a later layer of the same run
 TEST = 8  # a bit of the row: a product with the row is above a threshold
-ALL = 9  # a bit of the row: some of its bits have given values
+ALL = 9  # a bit of the row: selected other bits have given values
 LATCH = 10  # the first position at which a bit of the row is set, or the bit of the last row, for later steps
-WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or from a latched position on
-LOW_RANK = 12  # h + Σ g(p) · d over k directions d, for products p with k others
+WHEN = 11  # a condition: the next record acts only if a bit of the row is set, or at and after a latched position
+LOW_RANK = 12  # h + Σ g(p) · d over k directions d, for k products p
 ADD_NORMED = 13  # h + scale · (|h| / |v|) · v; h where v is 0
-ROTATE = 14  # the part of h in the plane of two unit vectors, turned within it
-SPAN = 15  # two bits of the row: its token is between delimiters, and the next one is unless it is a delimiter
-MAX_RANK = 1024  # of a low-rank op
-BITS, LATCHES = 23, 8  # of a row; of a request. A kernel keeps both in a word of 31 bits
-NEVER = (1 << 31) - 1  # the position of a latch that is not set
-CHECKED = 512  # positions at the beginning of a prompt, and before and after its end, that a self-check compares
+ROTATE = 14  # h with its projection on the plane of two unit vectors rotated
+SPAN = 15  # two bits of the row: its token is between delimiters; the next token is, unless it is a delimiter
+MAX_RANK = 1024  # rank of a low-rank op
+BITS, LATCHES = 23, 8  # per row; per request. A kernel keeps both in a 31-bit word
+NEVER = (1 << 31) - 1  # the position of an unset latch
+CHECKED = 512  # positions that a self-check compares at a prompt's beginning, and before and after its end
 
 
 class PositionRange(NamedTuple):
@@ -53,16 +53,16 @@ class PositionRange(NamedTuple):
     step: int = 0
 
 
-KEYS = 64  # attention rows are a multiple of this long, so that few lengths occur
-MAX_ATTENTION_BYTES = 1 << 30  # of the attention rows of one program
+KEYS = 64  # attention rows' lengths are multiples of this, so that few lengths occur
+MAX_ATTENTION_BYTES = 1 << 30  # a program's attention rows
 
 
 class AttentionReader(msgspec.Struct, frozen=True, tag="attention"):
-    """A read of the attention of queries, after rotary embedding.
+    """Reads attention rows of queries, after rotary embedding.
 
     site: `pattern` or `attn_scores`
     first, heads: the first head, and the number of heads
-    keys: the length of a row; 0: only the largest of each row are kept
+    keys: the row length; 0: only each row's largest values are kept
     """
 
     site: str
@@ -75,15 +75,15 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     """Record the row, or its products with a matrix's rows.
 
     dtype: an index into `DTYPES`
-    conditional: True if some positions depend on generated tokens
+    conditional: True if any position depends on generated tokens
     matrix: the bank key of the matrix; "" to record the row
     products: the number of rows of the matrix, or 0
     pool: an index into `POOLS` plus 1; 0: one row per position
     in_step: True if each step's rows are pooled to one on the device
-    probe: the name of the probe the products are for; "" if they are the site's
-    lens: True if its rows are for a lens rather than the site
-    reader: computes what is kept of each row: features of an attached SAE, or a query's attention; None: the row itself
-    top: the number of features, or of keys per head; a row is their values, then their ids as int32 bits
+    probe: the name of the products' probe; "" if they belong to the site
+    lens: True if the rows are for a lens rather than the site
+    reader: computes the values to keep: features of an attached SAE, or a query's attention; None: the row itself
+    top: the number of features, or keys per head; a row is their values, then their ids as int32 bits
     """
 
     kind: ClassVar[int] = CAPTURE
@@ -100,7 +100,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
 
     @property
     def is_private(self) -> bool:
-        """True if its rows do not belong to the site."""
+        """True if the rows do not belong to the site."""
         return self.lens or self.reader is not None or bool(self.probe)
 
     @property
@@ -118,7 +118,7 @@ class Linear(msgspec.Struct, frozen=True, array_like=True, tag=LINEAR):
 
 
 class Blend(msgspec.Struct, frozen=True, array_like=True, tag=BLEND):
-    """mask: the bank key of m."""
+    """Replace the row h with (1 − a) · h + a · v. mask: the bank key of m in a = alpha · m."""
 
     kind: ClassVar[int] = BLEND
     alpha: float
@@ -134,12 +134,12 @@ class Projection(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
 class Factored(msgspec.Struct, frozen=True, array_like=True, tag=LOW_RANK):
     """Add Σ g(p_j) · d_j to the row, where p_j is the product of the row before the op with e_j.
 
-    The op's value has five numbers for each j: bias, threshold, offset, slope and otherwise. With q = p_j + bias, g is
-    offset + slope · q where q exceeds the threshold, and `otherwise` elsewhere. If `toward` is not 0, the value is
-    instead a row v, p_j the product of v − h with e_j, and g is toward · p_j.
+    The op's value has five coefficients for each j: bias, threshold, offset, slope and otherwise. With q = p_j + bias,
+    g is offset + slope · q where q exceeds the threshold, and `otherwise` elsewhere. If `toward` is not 0, the value is
+    instead a row v, p_j is the product of v − h with e_j, and g is toward · p_j.
 
     rank: k
-    factors: the bank key of the rows e_1 … e_k, d_1 … d_k
+    factors: the bank key of rows e_1 … e_k, d_1 … d_k
     """
 
     kind: ClassVar[int] = LOW_RANK
@@ -154,7 +154,7 @@ class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
-    """cos, sin: of the angle to the value's first row; if `relative`, of the angle to h"""
+    """cos, sin: cosine and sine of the angle to the value's first row; if `relative`, of the angle to h"""
 
     kind: ClassVar[int] = ROTATE
     cos: float
@@ -163,7 +163,7 @@ class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
 
 
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
-    """streams: the noise stream of each point (`noise_stream`), so that points get different noise
+    """streams: each point's noise stream (`noise_stream`), so that points get different noise
     first_column: the first column of the worker's shard
     """
 
@@ -176,7 +176,7 @@ class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
 
 
 class RunCode(msgspec.Struct, frozen=True, array_like=True, tag=APPLY):
-    """code: the function's number, unique in the process."""
+    """Run a function on the rows. code: the function's number, unique in the process."""
 
     kind: ClassVar[int] = APPLY
     code: int
@@ -184,12 +184,12 @@ class RunCode(msgspec.Struct, frozen=True, array_like=True, tag=APPLY):
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """Run an attached SAE's whole encoder (`runtime.dictionaries`): replace the row with its reconstruction, or change
-    some features.
+    features.
 
-    name, content: of the SAE
-    ids: of the features; () to reconstruct
-    gates: per feature the offset, slope and otherwise, as in `Factored`, of the multiple of its decoder row to add
-    reads: True where a transcoder only reads the row
+    name, content: the SAE's
+    ids: feature ids; () to reconstruct
+    gates: per feature, the offset, slope and otherwise (as in `Factored`) of its decoder row's multiple
+    reads: True at the point where a transcoder only reads the row
     """
 
     kind: ClassVar[int] = APPLY
@@ -201,13 +201,13 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
 
 
 class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
-    """Change the attention pattern of queries after rotary embedding, and so the result of attention. It acts before
-    other edits of that result.
+    """Change the attention pattern of queries after rotary embedding, and thereby attention's result. Acts before other
+    edits of that result.
 
     keys: ranges first … end − 1 of the keys to change; (): all
-    factor: multiplies their probabilities; with `rows`: (1 − factor) · p + factor · row; None: keys are removed before
-        the softmax
-    rows: the bank key of rows of probabilities, or ""
+    factor: multiplies the keys' probabilities; with `rows`: (1 − factor) · p + factor · row; None: keys are removed
+        before the softmax
+    rows: the bank key of probability rows, or ""
     """
 
     kind: ClassVar[int] = APPLY
@@ -217,14 +217,14 @@ class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
-    """Write each position's row to the bank, under a key of this run (`own_key`)."""
+    """Write each position's row to the bank, under the run's own key (`own_key`)."""
 
     kind: ClassVar[int] = STORE
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag=TEST):
-    """Set bit `bit` of the row if its product with the value's row exceeds `threshold`. The program keeps the product
-    for the probe named `probe`."""
+    """Set bit `bit` of the row if the row's product with the value's row exceeds `threshold`. The product is kept for
+    the probe named `probe`."""
 
     kind: ClassVar[int] = TEST
     threshold: float
@@ -243,8 +243,8 @@ class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
 
 
 class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
-    """Keep the lowest position at which bit `bit` is set in the request's latch `latch`. With `last`, the latch holds
-    twice the greatest position plus the bit of its row."""
+    """Keep the lowest position with bit `bit` set in the request's latch `latch`. With `last`, the latch holds twice
+    the greatest position plus that row's bit."""
 
     kind: ClassVar[int] = LATCH
     bit: int
@@ -255,9 +255,9 @@ class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
 class Span(msgspec.Struct, frozen=True, array_like=True, tag=SPAN):
     """Mark generated tokens between delimiters. Bit `bit`: the token is strictly between `opening` and `closing`. Bit
     `bit` + 1: the latest delimiter up to and including the token is `opening`. Latch `latch` carries the state between
-    steps: a step's last row sets it at a later point.
+    steps: a step's last row sets the latch at a later point.
 
-    inside: True if the prompt ends between the two
+    inside: True if the prompt ends between the delimiters
     """
 
     kind: ClassVar[int] = SPAN
@@ -269,7 +269,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, tag=SPAN):
 
 
 class Guard(msgspec.Struct, frozen=True, array_like=True):
-    """Restricts an op to rows with bit `bit` set, or, if `latch` is not −1, to positions from the latched one on."""
+    """Restricts an op to rows with bit `bit` set or, if `latch` is not −1, to the latched position and later ones."""
 
     bit: int
     latch: int = -1
@@ -297,7 +297,7 @@ DECIDE = (TEST, ALL, LATCH, SPAN)  # kinds that neither edit nor capture
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """Restricts an op to tokens whose id is listed under bank key `ids`; with `others`, to all other tokens."""
+    """Restricts an op to tokens with an id listed under bank key `ids`; with `others`, to all other tokens."""
 
     ids: str
     others: bool
@@ -308,7 +308,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
     path: the op's path in its program, such as `edits[2]`
     points: the points it acts at
-    values: a bank key per point, one for all, or none
+    values: one bank key per point, one for all points, or none
     ranges: the positions it acts on, ascending
     reaches_cache: True if it can change keys and values that later tokens read
     columns: the columns of the row it acts on (`pack_columns`); 0: all
@@ -339,14 +339,14 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def kept(self) -> tuple[PositionRange, ...]:
-        """The positions of the rows a capture keeps; the last one if rows are pooled on the device."""
+        """The positions of a capture's kept rows; only the last position if rows are pooled on the device."""
         if isinstance(self.action, Keep) and self.action.in_step:
             return (PositionRange(self.ranges[-1].stop - 1, self.ranges[-1].stop),)
         return self.ranges
 
     @property
     def is_gated(self) -> bool:
-        """True if its value is not a row but the numbers of a `Factored` action."""
+        """True if its value holds `Factored` coefficients, not a row."""
         return isinstance(self.action, Factored) and not self.action.toward
 
     @property
@@ -357,7 +357,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return (*self.values, *((key,) if key else ()), *((self.condition.ids,) if self.condition else ()))
 
     def reads(self) -> list[tuple[str, int]]:
-        """Every bank key it reads, with each point where it does."""
+        """Return every bank key it reads, once per point that reads the key."""
         if len(self.values) == len(self.points):
             reads = list(zip(self.values, self.points, strict=True))
         else:
@@ -365,8 +365,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return reads + [(key, point) for key in self.keys[len(self.values) :] for point in self.points]
 
     def at(self, chosen: np.ndarray) -> BoundOp:
-        """Restrict the op to the `chosen` points, bool [P]; with none it becomes a no-op, which preserves op
-        numbers."""
+        """Restrict the op to the `chosen` points, bool [P]. Without points it becomes a no-op; op indices stay."""
         if chosen.all():
             return self
         index = [i for i, point in enumerate(self.points) if chosen[point]]
@@ -379,14 +378,14 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, action=action, points=tuple(self.points[i] for i in index), values=values)
 
 
-NOTHING = Linear(1.0, 0.0)  # the action of an op without points
+NOTHING = Linear(1.0, 0.0)  # for an op without points
 
 
 class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """A program bound to a prompt.
 
-    run: the key of its run
-    prompt: the length of the prompt in tokens
+    run: the run's key
+    prompt: the prompt's length in tokens
     """
 
     run: str
@@ -410,12 +409,12 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured_width(self) -> dict[int, int]:
-        """The number of values captured per row at each point; 0: all. `check_one_way` ensures one number per point."""
+        """The number of values captured per row, by point; 0: all. `check_one_way` ensures that it is unique."""
         keeps = [(op.action, op.points) for op in self.ops if captures_site(op)]
         return {point: keep.products for keep, points in keeps if isinstance(keep, Keep) for point in points}
 
     def private_bytes(self, sites: SiteMap, computed: int | None = None) -> int:
-        """The bytes of all probe, lens and feature rows in the first `computed` positions; None: all, up to
+        """Return the bytes of all probe, lens and feature rows in the first `computed` positions; None: all, up to
         `max_tokens`."""
         return sum(
             4 * (op.action.numbers or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
@@ -425,7 +424,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured_item_bytes(self) -> dict[int, int]:
-        """The maximum bytes per captured number at each point: 4 in fp32, 2 in bfloat16 and float16."""
+        """The maximum bytes per captured value, by point: 4 for fp32, 2 for bfloat16 and float16."""
         sizes: dict[int, int] = {}
         for op in self.ops:
             if isinstance(op.action, Keep) and captures_site(op):
@@ -435,7 +434,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 def of_sample(bound: BoundProgram, number: int) -> BoundProgram:
-    """The program of sample `number` of a prompt. Its noise seed is the op's seed plus the number."""
+    """Return the program for sample `number` of a prompt. The number is added to the seed of each noise op."""
     actions = [op.action for op in bound.ops]
     if number == 0 or not any(isinstance(action, Noisy) for action in actions):
         return bound
@@ -450,7 +449,7 @@ def of_sample(bound: BoundProgram, number: int) -> BoundProgram:
 
 def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
     """Raise `ProgramError` if a point is captured in two ways, since all rows of a point in a run have the same width.
-    Probes and lenses are exempt: each has its own rows.
+    Probes and lenses are exempt: their rows are separate.
 
     label: returns a point's name
     """
@@ -467,7 +466,7 @@ def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
 
 
 def check_attention(ops: Iterable[BoundOp]) -> None:
-    """Raise `CapacityError` if a program captures more attention than fits."""
+    """Raise `CapacityError` if a program captures more than `MAX_ATTENTION_BYTES` of attention."""
     size = 0
     for op in ops:
         if isinstance(op.action, Keep) and isinstance(op.action.reader, AttentionReader):
@@ -482,19 +481,19 @@ def check_attention(ops: Iterable[BoundOp]) -> None:
 
 
 def way_of(op: BoundOp) -> tuple[str, int, str]:
-    """A capture's matrix, the columns it applies to, and the path of a pooled one; ("", 0, "") for whole rows."""
+    """Return a capture's matrix, columns, and path if pooled; ("", 0, "") for whole rows."""
     assert isinstance(op.action, Keep)
     return op.action.matrix, op.columns, op.path if op.action.pool else ""
 
 
 def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
-    """The positions of ranges, ascending."""
+    """Return the ranges' positions, ascending."""
     positions = [np.arange(start, stop) for start, stop, *_ in ranges]
     return positions[0] if len(positions) == 1 else np.unique(np.concatenate([np.zeros(0, np.int64), *positions]))
 
 
 def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-    """Merge distinct positions, and the row each reads (None: row 0), into few ascending ranges."""
+    """Merge distinct positions, and the row for each position (None: row 0), into few ascending ranges."""
     if len(positions) == 0:
         return ()
     order = np.argsort(positions)
@@ -512,7 +511,7 @@ def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[Pos
 
 
 def pack_columns(columns: tuple[int, int]) -> int:
-    """Pack columns first … end − 1 into one word of a record."""
+    """Pack columns first … end − 1 into one record word."""
     return columns[0] | columns[1] << 16
 
 
@@ -522,17 +521,17 @@ def captures_site(op: BoundOp) -> bool:
 
 
 def stored_op(op: BoundOp, ordinal: int) -> int:
-    """The number under which an op's rows are stored."""
+    """Return the ordinal for an op's stored rows."""
     return ordinal + (PROBE if op.kind == CAPTURE and not captures_site(op) else 0)
 
 
 def run_key(run: str, point: int) -> str:
-    """The bank key of a run's captured rows at a point."""
+    """Return the bank key of a run's captured rows at a point."""
     return f"r:{run}:{point}"
 
 
 def source_of(key: str) -> tuple[str, int] | None:
-    """The run and the point of a run's bank key; None for other keys."""
+    """Return the run and point of a run's bank key; None for other keys."""
     kind, _, name = key.partition(":")
     run, _, point = name.rpartition(":")
     return (run, int(point)) if kind == "r" else None
@@ -544,33 +543,33 @@ def is_vector(key: str) -> bool:
 
 
 def is_loaded(key: str) -> bool:
-    """True if a bank key's rows are loaded before a program starts, rather than stored by the program."""
+    """True if a key's rows are loaded before a program starts, rather than stored by the program."""
     return own_point(key) is None
 
 
 def own_key(number: int, point: int) -> str:
-    """The bank key of rows a run stores at a point for itself; `number` is unique within the program."""
+    """Return the bank key for rows that a run stores at a point for itself; `number` is unique within the program."""
     return f"o:{number}:{point}"
 
 
 def own_point(key: str) -> int | None:
-    """The point of a run's own key (`own_key`); None for other keys."""
+    """Return the point of an `own_key`; None for other keys."""
     kind, _, name = key.partition("@")[0].partition(":")
     return int(name.rpartition(":")[2]) if kind == "o" else None
 
 
 def noise_stream(kind: str, layer: int | None) -> int:
-    """The point's stream number in the noise generator's counter (`kernels.noise`): 31 bits of a hash of its name."""
+    """Return a point's stream in the noise generator's counter (`kernels.noise`): 31 bits of a hash of its name."""
     digest = hashlib.blake2s(f"{kind}[{layer}]".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-Products = Callable[[BoundOp], tuple[np.ndarray, np.ndarray]]  # of a `Compare`: positions, and products there
+Products = Callable[[BoundOp], tuple[np.ndarray, np.ndarray]]  # a `Compare` op's positions and products
 
 
 def decided(bound: BoundProgram, ids: np.ndarray, products: Products) -> Callable[[Guard], np.ndarray]:
-    """Returns a function from a guard to a mask over the tokens `ids`: True where it held. It replays the kernel's
-    decisions from the products that were compared."""
+    """Return a function from a guard to a mask over the tokens `ids`, True where the guard held. It replays the
+    kernel's decisions from the compared `products`."""
     count = len(ids)
     bits, latches, position = np.zeros(count, np.int64), dict[int, int](), np.arange(count)
     for op in bound.ops:
@@ -599,11 +598,11 @@ def decided(bound: BoundProgram, ids: np.ndarray, products: Products) -> Callabl
 def acted_on(
     op: BoundOp, ids: np.ndarray, ids_of: Mapping[str, np.ndarray], held: Callable[[Guard], np.ndarray] | None = None
 ) -> np.ndarray:
-    """The positions an op acted on, in the order of its ranges.
+    """Return the positions an op acted on, in the order of its ranges.
 
-    ids: the ids of the tokens with activations
-    ids_of: a condition's token ids, by bank key
-    held: from `decided`; None counts a guarded op everywhere it could act
+    ids: the ids of all tokens with activations
+    ids_of: conditions' token ids, by bank key
+    held: the result of `decided`; None counts a guarded op at all its positions
     """
     positions = [np.arange(start, min(stop, len(ids))) for start, stop, *_ in op.ranges if start < len(ids)]
     joined = np.concatenate(positions) if positions else np.zeros(0, np.int64)
@@ -617,7 +616,7 @@ def acted_on(
 def acted(
     bound: BoundProgram, ids: np.ndarray, ids_of: Mapping[str, np.ndarray], products: Products
 ) -> dict[str, np.ndarray]:
-    """The positions each edit acted on, ascending, by path. `products`: as for `decided`."""
+    """Return the positions each edit acted on, ascending, by path. `products`: as for `decided`."""
     positions: dict[str, np.ndarray] = {}
     held = decided(bound, ids, products) if any(op.guard for op in bound.ops) else None
     for op in bound.ops:
@@ -628,11 +627,11 @@ def acted(
 
 
 def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tuple[int, int]] = ()) -> str | None:
-    """A hash of the edits at positions start … end−1, or None if nothing is edited there. It includes the program's
-    `Store` ops, whose rows edits may read, and the ops that decide where edits act.
+    """Return a hash of the edits at positions start … end−1; None without edits. The hash includes the program's
+    `Store` ops, since edits may read their rows, and the ops that decide where edits act.
 
-    seen_whole: spans first … end−1 with bidirectional attention, such as images: an edit at the last position changes
-        the keys and values of the first
+    seen_whole: spans first … end−1 with bidirectional attention, such as images: an edit at a span's last position
+        changes keys and values from its first position on
     """
     end = max([end, *(stop for first, stop in seen_whole if first < end)])
     clipped = {i: there for i, op in enumerate(bound.ops) if op.reaches_cache and (there := _clip(op, start, end))}
@@ -645,7 +644,7 @@ def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tu
 
 
 def lowest_edit(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ()) -> int | None:
-    """The first position whose keys and values an edit can change; `seen_whole` as in `block_key`."""
+    """Return the first position whose keys and values an edit can change; `seen_whole` as in `block_key`."""
     lowest = min((op.ranges[0].start for op in bound.ops if op.reaches_cache and op.ranges), default=None)
     if lowest is None:
         return None
@@ -655,9 +654,8 @@ def lowest_edit(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ())
 
 
 def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ()) -> int | None:
-    """The first position that must be computed rather than read from a cache, because it is captured, stored, or read
-    for later positions. Bidirectional attention spans (`seen_whole`, as in `block_key`) are computed whole, from their
-    first position on."""
+    """Return the first position that must be computed rather than read from a cache: it is captured, stored, or read
+    for later positions. Spans in `seen_whole` (as in `block_key`) are computed from their first position on."""
     lowest = min(
         (op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE, SPAN) and op.ranges), default=None
     )
@@ -665,8 +663,8 @@ def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = 
 
 
 def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tuple[PositionRange, ...]:
-    """The captured positions whose labels are checked: only those near the prompt's two ends, since the engine waits
-    for the check, and none of images, whose rows at `embed` are not token embeddings."""
+    """Return the captured positions whose labels are checked: only near the prompt's two ends, since the engine waits
+    for the check, and outside images, where rows at `embed` are not token embeddings."""
     positions = position_array(tuple(each for op in bound.ops if op.kind == CAPTURE for each in op.ranges))
     positions = positions[(positions < CHECKED) | (np.abs(positions - bound.prompt) < CHECKED)]
     of_images = np.concatenate([np.zeros(0, np.int64), *(np.arange(*span) for span in images)])
@@ -674,7 +672,7 @@ def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tu
 
 
 def _clip(op: BoundOp, start: int, end: int) -> tuple[PositionRange, ...]:
-    """The ranges of an op within positions start … end − 1; empty if it does not act there."""
+    """Return an op's ranges, clipped to positions start … end − 1; empty if the op acts on none of these."""
     return tuple(
         PositionRange(max(first, start), min(stop, end), row + max(start - first, 0) * step, step)
         for first, stop, row, step in op.ranges

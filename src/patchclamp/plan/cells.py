@@ -1,10 +1,10 @@
 """Cells: many programs on one prompt, as arrays rather than one object per program.
 
-A cell's records are those of `plan.table` before addresses are assigned: `value` is a row index of a bank key, and
-`key` and `beside` name the keys. `place` turns them into records for a worker's table. Cells with the same number of
-records form a group. Groups are made from bound programs (`cells_of`), or for a whole grid at once (`patched_cells`).
+A cell's records are `plan.table` records without addresses: `value` is a row index of a bank key, and `key` and
+`beside` identify the keys. `place` turns them into records for a worker's table. Cells with equally many records form a
+group. Groups are made from bound programs (`cells_of`), or for a whole grid at once (`patched_cells`).
 
-    N cells of a group · R records of a cell · K bank keys · P points
+    N cells per group · R records per cell · K bank keys · P points
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CellGroup(msgspec.Struct):
 
     number [N]: the cells' indices among all cells
     records [N, R]: `RECORD`s whose `value` is a row index of the key
-    point [N, R]: their points
+    point [N, R]: the records' points
     key [N, R]: the index of the bank key for `value`; −1: none
     beside [N, R]: the index of the bank key for `other` (a mask, a matrix or factors); −1: none
     """
@@ -36,7 +36,7 @@ class CellGroup(msgspec.Struct):
     beside: np.ndarray
 
     def take(self, which: np.ndarray) -> CellGroup:
-        """Some of the cells, by index."""
+        """Select cells by index."""
         return CellGroup(
             self.number[which], self.records[which], self.point[which], self.key[which], self.beside[which]
         )
@@ -47,15 +47,15 @@ _Encoded = tuple[int, list[tuple[_Array, _Array, _Array, _Array, _Array]], list[
 
 
 class CellRecords(msgspec.Struct):
-    """The `count` cells of a prompt, some without records. `keys`: the bank keys they read."""
+    """A prompt's `count` cells, possibly without records. `keys`: the bank keys that the cells read."""
 
     count: int
     groups: list[CellGroup]
     keys: list[str]
 
     def take(self, which: Sequence[int | None]) -> CellRecords:
-        """Select cells, in this order, with the keys they read, in one group per number of records; None is a cell
-        without a program."""
+        """Select cells, in this order, with their keys, in one group per number of records; None is a cell without a
+        program."""
         number = np.array([-1 if i is None else i for i in which])
         place, by_size = np.full(self.count + 1, -1), dict[int, list[CellGroup]]()
         for group in self.groups:
@@ -76,8 +76,8 @@ class CellRecords(msgspec.Struct):
         return CellRecords(len(number), groups, [self.keys[i] for i in used.tolist()])
 
     def splits(self, sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-        """Split into runs (begin, end) of consecutive cells whose keys have at most `most` numbers in total; a larger
-        cell gets its own run. `sizes` [K]: each key's numbers."""
+        """Yield runs (begin, end) of consecutive cells whose keys have a total size of at most `most`; a larger cell
+        gets its own run. `sizes` [K]: each key's size."""
         if sizes.sum() <= most:
             yield from [(0, self.count)] if self.count else []
             return
@@ -89,7 +89,7 @@ class CellRecords(msgspec.Struct):
         begin = 0
         while begin < self.count:
             rest = np.searchsorted(number, begin)
-            keys, at = np.unique(key[rest:], return_index=True)  # the first cell that reads each
+            keys, at = np.unique(key[rest:], return_index=True)  # the first cell that reads each key
             order = np.argsort(at)
             beyond = np.searchsorted(np.cumsum(sizes[keys[order]]), most, "right")
             end = self.count if beyond == len(keys) else int(number[rest + at[order][beyond]])
@@ -97,7 +97,7 @@ class CellRecords(msgspec.Struct):
             begin = max(end, begin + 1)
 
     def until(self, stop: int) -> CellRecords:
-        """The cells of programs that edit every token, for positions below `stop`."""
+        """Restrict cells of programs that edit every token to positions below `stop`."""
         groups = []
         for group in self.groups:
             records = group.records.copy()
@@ -106,7 +106,7 @@ class CellRecords(msgspec.Struct):
         return CellRecords(self.count, groups, self.keys)
 
     def after(self, first: CellRecords) -> CellRecords:
-        """The cells, each with the records of the single cell `first` before its own."""
+        """Prepend the records of the single cell `first` to each cell's."""
         keys = {key: i for i, key in enumerate(self.keys)}
         [before] = first.groups or [None]
         if before is None:
@@ -146,7 +146,7 @@ class CellRecords(msgspec.Struct):
 
 
 def cells_of(programs: Sequence[BoundProgram | None]) -> CellRecords:
-    """The cells of bound programs; None is a cell without a program."""
+    """Make the cells of bound programs; None is a cell without a program."""
     keys: dict[str, int] = {}
     by_shape: dict[object, list[int]] = {}
     for number, bound in enumerate(programs):
@@ -167,7 +167,7 @@ class _Unplaced(dict[str, tuple[int, int]]):
 
 
 def _group(numbers: list[int], programs: Sequence[Sequence[BoundOp]], keys: dict[str, int]) -> CellGroup:
-    """The group of bound programs of one shape. `keys`: the index of each bank key; new keys are added."""
+    """Make the group of bound programs of one shape. `keys`: each bank key's index; new keys are added."""
     parts = []
     for ordinal, ops in enumerate(zip(*programs, strict=True)):
         first = ops[0]
@@ -180,7 +180,7 @@ def _group(numbers: list[int], programs: Sequence[Sequence[BoundOp]], keys: dict
         if extra[0]:
             beside[:] = _numbers(extra, keys)[:, :, None]
         key, beside = key.reshape(len(ops), -1), beside.reshape(len(ops), -1)
-        before = []  # the keys of the `MATCH` and `WHEN` records that precede each
+        before = []  # the keys of each record's preceding `MATCH` and `WHEN` records
         if first.condition is not None:
             before.append(_numbers(([op.condition.ids] for op in ops if op.condition), keys))
         if first.guard is not None:
@@ -189,7 +189,7 @@ def _group(numbers: list[int], programs: Sequence[Sequence[BoundOp]], keys: dict
         beside = np.stack([*[np.full_like(beside, -1)] * len(before), beside], 2).reshape(len(ops), -1)
         parts.append((records, point, key, beside))
     columns = [np.concatenate(each, axis=1) for each in zip(*parts, strict=True)]
-    if (np.diff(columns[1], axis=1) >= 0).all():  # as programs are usually written
+    if (np.diff(columns[1], axis=1) >= 0).all():  # the usual case
         return CellGroup(np.array(numbers), *columns)
     order = np.argsort(columns[1], axis=1, kind="stable")
     return CellGroup(np.array(numbers), *(np.take_along_axis(column, order, 1) for column in columns))
@@ -200,11 +200,11 @@ def _numbers(names: Iterable[Sequence[str]], keys: dict[str, int]) -> np.ndarray
 
 
 class Placed(msgspec.Struct):
-    """The addresses of cells' keys on one worker, and its shard of each point.
+    """Addresses of cells' keys on one worker, and the worker's shard of each point.
 
-    begin, width [W, K]: the bank offset and width of each key's rows, in each of W ways of reading them: whole, or the
-        worker's columns of a point
-    way [P]: how each point reads them · first, end [P]: the worker's columns of the point
+    begin, width [W, K]: the bank offset and width of each key's rows, for each of W ways to read the rows: whole, or
+        the worker's columns of a point
+    way [P]: each point's way · first, end [P]: the worker's columns of the point
     """
 
     begin: np.ndarray
@@ -215,12 +215,12 @@ class Placed(msgspec.Struct):
 
 
 def place(group: CellGroup, placed: Placed) -> tuple[np.ndarray, np.ndarray]:
-    """Make the records of a group's cells for a worker's table, [N, R], and count them per point, [N, P]."""
+    """Make the records of a group's cells for a worker's table, [N, R], and their count per point, [N, P]."""
     records, point, points = group.records.copy(), group.point, len(placed.way)
     match = records["kind"] == MATCH
     way = np.where(match, 0, placed.way[point])
     gated = (records["kind"] == LOW_RANK) & (records["x"] == 0)
-    # the ids of a condition and the numbers of a gate are whole everywhere
+    # a condition's ids and a gate's coefficients are whole on every worker
     for index, field, way_of in ((group.key, "value", np.where(gated, 0, way)), (group.beside, "other", way)):
         if placed.begin.shape[1]:
             row = records["value"] * placed.width[way_of, index] if field == "value" else 0
@@ -247,7 +247,7 @@ def _shard(records: np.ndarray, first: np.ndarray, end: np.ndarray, sharded: np.
 
 
 def joined(several: Sequence[CellRecords]) -> CellRecords:
-    """The cells of several prompts, numbered consecutively across prompts."""
+    """Join several prompts' cells, numbered consecutively across prompts."""
     if len(several) == 1:
         return several[0]
     keys: dict[str, int] = {}
@@ -262,8 +262,8 @@ def joined(several: Sequence[CellRecords]) -> CellRecords:
 
 
 class PatchedPart(NamedTuple):
-    """One point a cell changes: its number, the columns (`pack_columns`; 0: all), and the bank key of the rows written,
-    if any."""
+    """A point that a cell changes: its number, the columns (`pack_columns`; 0: all), and the bank key of the rows to
+    write, if any."""
 
     point: int
     columns: int
@@ -274,10 +274,10 @@ def patched_cells(
     scales: tuple[float, float], parts: Sequence[Sequence[PatchedPart]], ranges: Sequence[Sequence[PositionRange]],
     part_of: np.ndarray, range_of: np.ndarray,
 ) -> CellRecords:  # fmt: skip
-    """The cells of a grid: h_scale · h + v_scale · v at a grid row's points and a grid column's positions.
+    """Make the cells of a grid: h_scale · h + v_scale · v at a grid row's points and a grid column's positions.
 
     scales: (h_scale, v_scale)
-    parts, ranges: of each grid row, and of each grid column
+    parts, ranges: each grid row's parts, and each grid column's ranges
     part_of, range_of [N]: each cell's grid row and column
     """
     keys: dict[str, int] = {}

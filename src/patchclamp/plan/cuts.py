@@ -1,7 +1,7 @@
-"""Cuts: what a program must recompute of a prompt, and groups of requests that share a pass.
+"""Cuts: the part of a prompt that a program must recompute, and groups of requests that share a pass.
 
 Below the first layer and before the first position that a program touches, every run of a prompt equals the unedited
-run, its *trunk*. A *cut* is where a pass leaves the trunk: it computes only layers and positions from the cut on.
+run, its *trunk*. A pass leaves the trunk at a *cut*: it computes only layers and positions from the cut on.
 Requests of one prompt are grouped to minimize the remaining work.
 
     N requests of one prompt · L layers · T positions of the prompt
@@ -18,12 +18,12 @@ from patchclamp.plan.bound import BoundProgram
 from patchclamp.plan.cells import CellRecords, cells_of
 from patchclamp.sites import SiteMap
 
-MIN_SHARED = 8  # requests of one prompt; fewer are computed in full, batched in one shape
-MAX_COST = 0.8  # relative to computing everything; above it the gain is too small to use cuts
+MIN_SHARED = 8  # requests per prompt; fewer are computed in full, batched in one shape
+MAX_COST = 0.8  # maximum work relative to full passes; above it the gain is too small for cuts
 
 
 class Cut(NamedTuple):
-    """The start of a pass: it computes layers from `layer` on (L: no layer), at positions from `position` on."""
+    """The start of a pass, which computes layers from `layer` on (L: no layer) at positions from `position` on."""
 
     layer: int
     position: int
@@ -37,7 +37,7 @@ class PassGroup(NamedTuple):
 
 
 class CutRequest(NamedTuple):
-    """A request: its prompt, its program, and True if its passes may start at a cut."""
+    """A request: its prompt, its program, and a flag that allows its passes to start at a cut."""
 
     prompt: Sequence[int]
     bound: BoundProgram | None
@@ -45,16 +45,16 @@ class CutRequest(NamedTuple):
 
 
 def first_layers(sites: SiteMap) -> list[int]:
-    """By point, the first layer to compute for an op there: the point's own, 0 for the embedding, L (none) after the
-    layers."""
+    """Return, by point, the first layer to compute for an op at the point: the point's own, 0 for the embedding, L (no
+    layer) after the layers."""
     outside = {"embed": 0}
     return [outside.get(p.kind, sites.layers) if p.layer is None else p.layer for p in sites.points]
 
 
 def cuts_of(cells: CellRecords, prompt: np.ndarray, first_layer: Sequence[int], layers: int) -> np.ndarray:
-    """The cuts of cells, [N, 2]. `prompt` [N]: each cell's prompt length; the last position is always computed, since
-    it is sampled. A cell without a program gets the previous cell's cut (the first ones, the next cell's), so that
-    compared runs are computed the same way."""
+    """Return the cells' cuts, [N, 2]. `prompt` [N]: each cell's prompt length; the last position is always computed,
+    for sampling. A cell without a program gets the preceding (initially, the following) cell's cut, so that compared
+    runs are computed the same way."""
     cuts = np.stack([np.full(cells.count, layers), prompt - 1], 1)
     layer_of, has_program = np.array(first_layer), np.zeros(cells.count, bool)
     for group in cells.groups:
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     """The cost of passes over a prompt, in rows times layers.
 
     layers, length: L and T
-    pass_rows: the fixed cost of a layer of a pass, in rows
+    pass_rows: the fixed cost per layer of a pass, in rows
     """
 
     layers: int
@@ -81,24 +81,24 @@ class Work(NamedTuple):
     pass_rows: int
 
     def of(self, count: np.ndarray | int, cut: np.ndarray | Cut) -> np.ndarray:
-        """The cost of a pass of `count` requests from a cut on, or of several passes with cuts [N, 2]."""
+        """Return the cost of a pass of `count` requests from a cut on, or of several passes with cuts [N, 2]."""
         layer, position = np.asarray(cut).T
         return (self.layers - layer) * (count * (self.length - position) + self.pass_rows)
 
     def whole(self, count: int, size: int) -> int:
-        """The cost of computing `count` requests in full, `size` at a time."""
+        """Return the cost of computing `count` requests in full, `size` at a time."""
         return self.layers * (count * self.length + self.pass_rows * -(-count // size))
 
     def of_parts(self, parts: Sequence[tuple[list[int], Cut]]) -> float:
-        """The cost of passes from their cuts on, including the trunk."""
+        """Return the cost of passes from their cuts on, including the trunk."""
         return self.whole(1, 1) + sum(float(self.of(len(index), cut)) for index, cut in parts)
 
 
 def group(
     requests: Sequence[CutRequest], first_layer: Sequence[int], layers: int, size: int, pass_rows: int
 ) -> list[PassGroup]:
-    """Group requests, at most `size` per group. Requests that share their prompt with too few others, or would gain too
-    little, are computed in full, in order."""
+    """Group requests, at most `size` per group. Requests that share their prompt with too few others, or gain too
+    little from cuts, are computed in full, in order."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     whole = [i for i, request in enumerate(requests) if not request.may_cut]
     for i, request in enumerate(requests):
@@ -118,13 +118,13 @@ def group(
 
 
 def in_order(index: Sequence[int], size: int) -> list[PassGroup]:
-    """Groups of `size` requests computed in full."""
+    """Return groups of `size` requests, computed in full."""
     return [PassGroup(list(index[i : i + size])) for i in range(0, len(index), size)]
 
 
 def split(cuts: np.ndarray, work: Work, size: int) -> list[tuple[list[int], Cut]]:
-    """Split requests with these cuts into parts, each with the lowest cut of its requests. Requests that fit into one
-    pass stay together, so that one call computes them in one shape."""
+    """Split requests into parts, each with its requests' lowest cut. Requests that fit into one pass stay together, so
+    that one call computes them in one shape."""
     everyone = np.arange(len(cuts))
     parts = [everyone] if len(cuts) <= size else _split(everyone, cuts, work, size)
     return [(np.sort(part).tolist(), Cut(*cuts[part].min(0).tolist())) for part in parts]
@@ -140,7 +140,7 @@ def _split(index: np.ndarray, cuts: np.ndarray, work: Work, size: int) -> list[n
 
 
 def _best_split(order: np.ndarray, cuts: np.ndarray, work: Work) -> tuple[float, np.ndarray, np.ndarray]:
-    """The cheapest split of an ordered part in two: the cost, and both halves."""
+    """Return the cheapest split of an ordered part in two: the cost, and both halves."""
     if len(order) < 2:
         return np.inf, order, order[:0]
     before = np.minimum.accumulate(cuts[order])[:-1]

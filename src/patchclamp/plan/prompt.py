@@ -1,4 +1,4 @@
-"""A prompt, and how selections of tokens resolve to positions.
+"""A prompt, and the resolution of token selections to positions.
 
 Generated tokens are not known in advance, so a selection by token id resolves to conditional positions; the kernel
 checks the condition once the token is known.
@@ -32,7 +32,7 @@ class Case(msgspec.Struct):
 
     ids: ascending; the token's id must be one of them; empty: no condition
     others: the token's id must not be in `ids` instead
-    alone: True if these are all positions of the selection, whatever is generated
+    alone: True if these are all of the selection's positions, regardless of the generated tokens
     inside: True if the token must be inside the selection's `between`, False if outside; None: no such condition
     """
 
@@ -44,9 +44,9 @@ class Case(msgspec.Struct):
 
 
 class Prompt(msgspec.Struct):
-    """A prompt's token ids, and the data selections require.
+    """A prompt's token ids, and the data for selections.
 
-    spell: returns the text, and each token's (first, last + 1) character, for spans
+    spell: returns the text, and each token's (first, last + 1) characters, for spans
     turns: returns each chat message's role and token positions, for roles; None if the prompt is not a chat
     images: the positions of each image's placeholder tokens
     bare: encodes text without special tokens, for delimiters; None: no tokenizer
@@ -59,9 +59,9 @@ class Prompt(msgspec.Struct):
     bare: Callable[[str], Sequence[int]] | None = None
 
     def select(self, tokens: Tokens, limit: int, ids: Sequence[int] | None = None, lowest: int = 0) -> np.ndarray:
-        """The selected positions below `limit`, ascending unless the selection is an unsorted list.
+        """Return the selected positions below `limit`, ascending unless the selection is an unsorted list.
 
-        ids: the token ids to match selections by id against; None: the prompt's
+        ids: the token ids for selections by id; None: the prompt's
         lowest: as in `cases`
         """
         token = np.asarray((self.ids if ids is None else ids)[:limit], np.int64)
@@ -75,7 +75,7 @@ class Prompt(msgspec.Struct):
         """Mark the tokens between two delimiters, [T]."""
         opening, closing = (self._delimiter(each, token, between) for each in (between.opening, between.closing))
         at, delimiter = np.arange(len(token)), opening | closing
-        last = np.maximum.accumulate(np.where(delimiter, at, 0))  # the last delimiter up to each position
+        last = np.maximum.accumulate(np.where(delimiter, at, 0))  # the latest delimiter up to each position
         return at[opening[last] & ~delimiter]
 
     def _delimiter(self, delimiter: str | int, token: np.ndarray, selection: object) -> np.ndarray:
@@ -88,7 +88,7 @@ class Prompt(msgspec.Struct):
         return np.isin(np.arange(len(token)), [position for span in spans for position in span])
 
     def one_token(self, delimiter: str | int, selection: object) -> int:
-        """The token id of a selection's delimiter. Raises `TokensError` if it is several tokens."""
+        """Return a delimiter's token id. Raises `TokensError` for a delimiter of several tokens."""
         known = self._token_of(delimiter)
         if known is None:
             raise TokensError(
@@ -104,8 +104,8 @@ class Prompt(msgspec.Struct):
         return ids[0] if len(ids) == 1 else None
 
     def cases(self, tokens: Tokens, limit: int, lowest: int = 0) -> list[Case]:
-        """A selection's distinct positions below `limit`: first the unconditional ones, then those with a condition.
-        `lowest`: the first position with rows; `every`, or a range of it, starts there.
+        """Return a selection's distinct positions below `limit`: first unconditional, then conditional positions.
+        `lowest`: the first position with rows, at which `every`, or a range of it, starts.
         """
         spans = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
         if not spans or len(self.ids) >= limit:
@@ -126,19 +126,19 @@ class Prompt(msgspec.Struct):
         return [Case(certain), *conditional]
 
     def _cases(self, tokens: Tokens, limit: int, lowest: int, inside: bool) -> list[Case]:
-        """`cases`, assuming all generated tokens are inside `between`, or all outside."""
+        """Return `cases`, assuming that all generated tokens are inside `between`, or all outside."""
         by_id, first = ids_in(tokens), len(self.ids)
         certain = self.select(tokens, limit, lowest=lowest)
         if first >= limit or not (by_id or inside):
             return [Case(certain, alone=True)]
         later, none = np.arange(first, limit), np.zeros(0, np.int64)
-        # token ids by signature (the leaves that contain them): ids with one signature select the same positions
+        # token ids by signature (the leaves that contain the id): ids with equal signatures select the same positions
         ids_of: dict[tuple[bool, ...], list[int]] = {(False,) * len(by_id): []}
         named = np.unique(np.concatenate([np.zeros(0, np.int64), *(leaf.ids for leaf in by_id)]))
         among_leaves = np.array([np.isin(named, leaf.ids) for leaf in by_id]).reshape(len(by_id), len(named)).T
         for token, among in zip(named.tolist(), among_leaves, strict=True):
             ids_of.setdefault(tuple(among.tolist()), []).append(token)
-        # by selected positions: these, the ids that select them, and True if all ids outside the leaves do, too
+        # by selected positions: the positions, the ids that select them, and True if all ids outside the leaves do, too
         outcomes: dict[bytes, tuple[np.ndarray, list[int], bool]] = {}
         for signature, ids in ids_of.items():
             hits = iter(signature)
@@ -163,8 +163,8 @@ class Prompt(msgspec.Struct):
     def _select(
         self, tokens: Selection, limit: int, match: Callable[[TokenIds | Between], np.ndarray], lowest: int = 0
     ) -> np.ndarray:
-        """The positions of a selection. `match` is called, in order, for each part that depends on tokens and returns
-        its positions."""
+        """Return a selection's positions. `match` is called, in order, for each token-dependent part, and returns the
+        part's positions."""
         if isinstance(tokens, Joined):
             left, right = (self._select(side, limit, match, lowest) for side in (tokens.left, tokens.right))
             joined = {"|": np.union1d, "&": np.intersect1d, "-": np.setdiff1d}[tokens.op]

@@ -1,7 +1,7 @@
 """Allocation for admitted programs: slots, program table records, and vector bank space.
 
-The process that admits programs owns one `Room`. Workers write records and vectors at its placements and allocate
-nothing themselves, so a placed program fits on every rank. Sizes are for the unsharded model; sharded ranks use less.
+The process that admits programs owns one `Room`. Workers write records and vectors at its placements and do not
+allocate, so a placed program fits on every rank. Sizes are for the unsharded model; sharded ranks use less.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from patchclamp.sites import SiteMap
 class Placement(msgspec.Struct, frozen=True, array_like=True):
     """The allocation of an admitted program.
 
-    slot: its number while it is admitted, from 1 on
-    record: its first record in the program table
-    addresses: by bank key, the offset of the key's rows in the bank, in numbers, and the number of rows
+    slot: the program's slot while it is admitted, from 1 on
+    record: the program's first record in the program table
+    addresses: the offset of each key's rows in the bank, in elements, and the number of rows
     load: the keys in `addresses` whose rows are not in the bank yet
-    evicted: keys whose rows have been evicted from the bank since the last placement
+    evicted: keys whose rows were evicted from the bank since the last placement
     """
 
     slot: int
@@ -36,13 +36,13 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     evicted: tuple[str, ...] = ()
 
 
-Sizes = Mapping[str, tuple[int, int]]  # by bank key: the number of rows, and their width
+Sizes = Mapping[str, tuple[int, int]]  # by bank key: the number of rows and the row width
 
 
 def bank_sizes(
     bound: BoundProgram, vectors: Mapping[str, np.ndarray], sites: SiteMap, rows_of: Callable[[str, int], int]
 ) -> dict[str, tuple[int, int]]:
-    """The size of every bank key a bound program reads. `rows_of(run, point)`: the rows captured by a run."""
+    """Return the size of every bank key a bound program reads. `rows_of(run, point)`: the number of captured rows."""
     sizes: dict[str, tuple[int, int]] = {}
     for key in dict.fromkeys(key for op in bound.ops for key in op.keys):
         source, own = source_of(key), own_point(key)
@@ -56,16 +56,16 @@ def bank_sizes(
 
 
 def stored_rows(bound: BoundProgram, key: str) -> int:
-    """The number of rows a program stores under one of its own keys."""
+    """Return the number of rows a program stores under its own key `key`."""
     stores = (op for op in bound.ops if op.kind == STORE and key in op.values)
     return sum(stop - start for op in stores for start, stop, *_ in op.ranges)
 
 
 def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = None) -> int:
-    """The fp32 bytes a program captures in the first `computed` positions; None: all, up to `max_tokens`."""
+    """Return the fp32 bytes a program captures in the first `computed` positions; None: all, up to `max_tokens`."""
     rows = {
         id(positions): len(positions) if computed is None else int(np.searchsorted(positions, computed))
-        for positions in bound.captured.values()  # points share them
+        for positions in bound.captured.values()  # points share ranges
     }
     width = bound.captured_width
     of_sites = sum(4 * rows[id(at)] * (width[i] or sites.points[i].width) for i, at in bound.captured.items())
@@ -73,12 +73,12 @@ def captured_bytes(bound: BoundProgram, sites: SiteMap, computed: int | None = N
 
 
 def resident_name(key: str, sharded: bool) -> str:
-    """The name of a key's rows in the bank. A vector read both whole and sharded is stored twice."""
+    """Return the name of a key's rows in the bank. A vector read both whole and sharded is stored twice."""
     return f"{key}#" if sharded and key.startswith("v:") else key
 
 
 def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[str, tuple[int, int]]:
-    """Sizes by the names of `resident_name`."""
+    """Return sizes by `resident_name`."""
     names: dict[str, tuple[int, int]] = {}
     for op in bound.ops:
         sharded = bool(op.points) and sites.shard_count(op.points[0]) > 1 and not isinstance(op.action, Attended)
@@ -89,7 +89,7 @@ def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[st
 
 
 class Extents:
-    """First-fit allocator of the numbers 0 … size − 1. Adjacent free extents are merged."""
+    """First-fit allocator of addresses 0 … size − 1. Adjacent free extents are merged."""
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)] if size else []  # (begin, end), ascending
@@ -103,7 +103,7 @@ class Extents:
         return max((end - begin for begin, end in self._free), default=0)
 
     def take(self, count: int, multiple: int = 1) -> int | None:
-        """Allocate `count` numbers. Returns the first, a multiple of `multiple`; None if no extent is long enough."""
+        """Allocate `count` addresses. Returns the first, a multiple of `multiple`; None if no extent is long enough."""
         if count == 0:
             return 0
         for i, (begin, end) in enumerate(self._free):
@@ -115,7 +115,7 @@ class Extents:
         return None
 
     def give(self, begin: int, count: int) -> None:
-        """Free `count` numbers from `begin` on."""
+        """Free `count` addresses from `begin` on."""
         if count == 0:
             return
         end = begin + count
@@ -129,7 +129,7 @@ class Extents:
 
 
 class _Resident(msgspec.Struct):
-    """Rows in the bank: offset and size in numbers, and how many admitted programs read them."""
+    """Rows in the bank: offset and size in elements, and the number of admitted programs that read the rows."""
 
     begin: int
     count: int
@@ -137,9 +137,9 @@ class _Resident(msgspec.Struct):
 
 
 class Room:
-    """Allocator of slots 1 … `slots`, `cells` more slots for leases, `records` records and `numbers` bank numbers.
+    """Allocator of slots 1 … `slots`, `cells` more slots for leases, `records` records and `numbers` bank elements.
 
-    Rows no longer read by an admitted program stay cached in the bank; the least recently used are evicted first.
+    Rows that no admitted program reads stay cached in the bank; the least recently used are evicted first.
     """
 
     slots: int
@@ -153,15 +153,15 @@ class Room:
         self._records, self._bank = Extents(records), Extents(numbers)
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
         self._evicted: list[str] = []
-        self._admitted: dict[int, tuple[int, list[str]]] = {}  # by slot: the number of records, and the rows it reads
+        self._admitted: dict[int, tuple[int, list[str]]] = {}  # by slot: the number of records, and the rows read
         self._stores = itertools.count()  # unique numbers for rows that a program stores for itself
 
     def __len__(self) -> int:
-        """The number of admitted programs."""
+        """Return the number of admitted programs."""
         return len(self._admitted)
 
     def place(self, records: int, sizes: Sizes) -> Placement | None:
-        """Place a program with `records` records and bank keys of `sizes`; None if it must wait for another program to
+        """Place a program with `records` records and bank keys of `sizes`; None if the program must wait for another to
         end.
 
         Raises `CapacityError` for a program that does not fit even when the room is empty.
@@ -209,25 +209,24 @@ class Room:
         self, slots: tuple[int, int], records: tuple[int, int], sizes: Sizes
     ) -> tuple[Placement, list[int], int] | None:
         """Place cells that read keys of `sizes`, with slots and records between the given minimum and maximum. Returns
-        the placement, the slots and the number of records; None if there is no room. Raises `CapacityError` like
-        `place`."""
+        the placement, the slots and the number of records; None without room. Raises `CapacityError` like `place`."""
         count, most = min(slots[1], len(self._cell_slots)), min(records[1], self._records.largest // 2)
         placement = self.place(most, sizes) if count >= slots[0] and most >= records[0] else None
         if placement is None:
             return None
-        # workers may receive the lease after programs that are placed later, so those are told of evictions
+        # workers may receive the lease after later programs, so later placements report evictions
         self._evicted = list(placement.evicted)
         taken, self._cell_slots = self._cell_slots[:count], self._cell_slots[count:]
         return msgspec.structs.replace(placement, evicted=()), taken, most
 
     def end_lease(self, placement: Placement, slots: Sequence[int]) -> None:
-        """Free a lease. Its rows are dropped from the bank, since workers may not have loaded them."""
+        """Free a lease, and drop its rows from the bank, since workers may not have loaded them."""
         self._cell_slots = sorted([*self._cell_slots, *slots])
         self.free(placement)
         self.forget(placement.load)
 
     def free(self, placement: Placement) -> None:
-        """Free a placement. Its rows stay cached in the bank for later programs, except those that it stored itself."""
+        """Free a placement. Its rows stay cached in the bank for later programs, except rows it stored itself."""
         records, names = self._admitted.pop(placement.slot)
         self._free_slots.append(placement.slot)
         self._records.give(placement.record, records)
@@ -235,11 +234,11 @@ class Room:
         self._drop([name for name in names if not is_loaded(name)])
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Drop rows that no later program can read, except those an admitted program is reading."""
+        """Drop the rows of keys that no later program can read, unless an admitted program is reading them."""
         self._drop([key for key in keys if key in self._resident and not self._resident[key].readers])
 
     def counts(self) -> dict[str, int]:
-        """The numbers of programs, records and pinned keys; all 0 once every program is freed."""
+        """Return the numbers of programs, records and pinned keys; all 0 once every program is freed."""
         return {
             "programs": len(self),
             "records": self.records - self._records.free,
@@ -260,7 +259,7 @@ class Room:
 
     @staticmethod
     def _packed(sizes: Sizes) -> int:
-        """The size of the keys, allocated consecutively in an empty bank."""
+        """Return the keys' total size, allocated consecutively in an empty bank."""
         end = 0
         for rows, width in sizes.values():
             end = -(-end // width) * width + rows * width

@@ -1,7 +1,7 @@
 """The step plan: one engine step's work, as arrays.
 
 The engine's batch is R flat rows, one per position a request computes in the step. The host assigns rows to slots and
-captured rows to buffer offsets; the device compares positions with those of the records. In steady decode the plan is
+captured rows to buffer offsets; the device compares positions with the records' ranges. In steady decode the plan is
 reused until a request arrives, ends, or enters or leaves a range.
 
     R rows of the step · N requests of the step · S slots · P points · C capture ranges · G point groups · A regions
@@ -30,8 +30,8 @@ class Batch(msgspec.Struct, frozen=True):
     position [N]: the first position
     count [N]: the number of positions
     rows: R, the flat rows of the step
-    samples [N]: the number of last rows whose logits are computed; None: 1 each. With speculative decoding these are
-        the newest token's and the draft tokens' rows
+    samples [N]: the number of sampled rows, a request's last rows, whose logits are computed; None: 1 each. With
+        speculative decoding these are the newest token's and the draft tokens' rows
     """
 
     slot: np.ndarray
@@ -49,7 +49,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def sampled_ranks(self) -> np.ndarray:
-        """The index of each sampled row among its request's sampled rows."""
+        """Each sampled row's index among its request's sampled rows."""
         zeros = np.zeros_like(self.row)
         return zeros if self.samples is None else _runs(zeros, self.samples)
 
@@ -63,7 +63,7 @@ class RowLabels(msgspec.Struct, frozen=True):
     """The request, position and rank of each flat row, int32.
 
     slot [R]: the request's slot; 0 for rows without a program
-    position [R]: the position in the request; empty, [0], if the device already has the positions
+    position [R]: the position in the request; empty, shape [0], if the device already has the positions
     rank [R]: the row's index among the request's rows of this step
     """
 
@@ -72,7 +72,7 @@ class RowLabels(msgspec.Struct, frozen=True):
     rank: np.ndarray
 
     def advanced(self, steps: int) -> RowLabels:
-        """The labels after each request has advanced by `steps` positions."""
+        """Return the labels after each request has advanced by `steps` positions."""
         return RowLabels(self.slot, self.position + steps, self.rank)
 
 
@@ -80,15 +80,14 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     """The plan of one step.
 
     tokens: labels of all rows
-    sampled: labels of the rows whose logits are computed, the last ones of each request
+    sampled: labels of the sampled rows
     active [P]: True if a request of the step has records at the point
     layout: the capture ranges and regions
     begin, count [C]: the first position each range keeps in this step, and the number of positions
-    offset [C]: the index of the range's first row among the rows of its group
+    offset [C]: the index of the range's first row among its group's rows
     rows [G]: the number of rows each group keeps
     base, row [A]: each region's offset in the step's capture buffer, and its row size
-    result, result_row [A]: for a pooled or encoded region, the offset of its results in the buffer, and the size of a
-        result row
+    result, result_row [A]: for a pooled or encoded region, the buffer offset of its results, and the result row size
     size: the size of the buffer
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
     steady_steps: the number of further steps, of one token per request, that capture the same rows
@@ -120,25 +119,25 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return self.size == 0 and self.steady_steps == FOREVER
 
     def advanced(self, steps: int) -> StepPlan:
-        """The plan `steps` steps later, at most `steady_steps`, if every request advances one token per step."""
+        """Return the plan `steps` steps later, at most `steady_steps`, if every request advances one token per step."""
         tokens, sampled, begin = self.tokens.advanced(steps), self.sampled.advanced(steps), self.begins(steps)
         steady_steps = self.steady_steps - steps
         return msgspec.structs.replace(self, tokens=tokens, sampled=sampled, begin=begin, steady_steps=steady_steps)
 
     def begins(self, steps: int) -> np.ndarray:
-        """The first position each range keeps in the step `steps` later, [C]."""
+        """Return the first position each range keeps in the step `steps` later, [C]."""
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
     def target(self, range_number: np.ndarray, region_number: np.ndarray) -> np.ndarray:
-        """The offset of each range's rows in a region of the step's buffer; ranges and regions by number."""
+        """Return the offset of each range's rows in a region of the step's buffer; ranges and regions by number."""
         region = self.layout.region_of_number[region_number]
         return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
     @functools.cached_property
     def by_tap(self) -> tuple[np.ndarray, dict[int, tuple[int, int, int]]]:
-        """The layout if every tap allocates its point's memory, with rows in their own dtype: the offset of each
-        region, [A], and (begin, middle, end) by point with captures. Bytes begin … middle−1 belong to the buffer; the
-        rows to reduce follow, up to `end`."""
+        """The layout if every tap allocates its point's memory, with rows in their own dtype: each region's offset,
+        [A], and (begin, middle, end) by point with captures. Bytes begin … middle−1 belong to the buffer; the rows to
+        reduce follow, up to `end`."""
         layout, rows = self.layout, self.rows[self.layout.region_group]
         kept = np.flatnonzero(rows * (layout.pool[layout.region_group] == 0))
         points, first, count = np.unique(layout.point[kept], return_index=True, return_counts=True)
@@ -157,8 +156,8 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def reduced(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
-        """The regions pooled or encoded in the step, each with its mode (`CaptureLayout.pool`), the capture ranges of
-        its results, in order, and the number of rows of each."""
+        """The regions pooled or encoded in the step, each with its mode (`CaptureLayout.pool`), its results' capture
+        ranges, in order, and each result's number of rows."""
         layout, kept = self.layout, self.kept
         of_group = {group: kept.group == group for group in np.flatnonzero(layout.pool).tolist()}
         return [
@@ -176,15 +175,15 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
 
 class PlannedCaptures(msgspec.Struct):
-    """The captures of the step `steps` after the planned one; `run` [C]: each capture range's run number. The store
-    builds the table only when captures are fetched (`store.tensors.CaptureSource`)."""
+    """Captures of the step `steps` after the planned step. `run` [C]: each capture range's run number. The store builds
+    the table only when captures are fetched (`store.tensors.CaptureSource`)."""
 
     plan: StepPlan
     run: np.ndarray
     steps: int
 
     def bytes_of_runs(self) -> dict[int, int]:
-        """The bytes the step captures for each run, in order of run numbers."""
+        """Return the bytes that the step captures for each run, ascending by run number."""
         plan, layout, kept = self.plan, self.plan.layout, self.plan.kept
         how = layout.pool[layout.region_group]
         row = np.where(how > 0, plan.result_row, plan.row) * plan.unit_bytes
@@ -194,7 +193,7 @@ class PlannedCaptures(msgspec.Struct):
         return dict(zip(run.tolist(), sizes.astype(np.int64).tolist(), strict=True))
 
     def table(self) -> np.ndarray:
-        """Every captured range at every point as `CAPTURED`, in order of run numbers."""
+        """Return every captured range at every point as `CAPTURED`, ascending by run number."""
         plan, layout, kept = self.plan, self.plan.layout, self.plan.kept
         ranges, regions = layout.pairs(kept.ranges[np.argsort(self.run[kept.ranges], kind="stable")])
         nth = np.searchsorted(kept.ranges, ranges)
@@ -209,19 +208,19 @@ class PlannedCaptures(msgspec.Struct):
         table["pool"], table["pooled"] = how * is_pooled, kept.rows[nth] * is_pooled
         table["span"] = kept.span[nth] * is_pooled
         table["offset"], table["row_bytes"] = (base + first * row) * plan.unit_bytes, row * plan.unit_bytes
-        # on the CPU all rows are kept in fp32, and results are everywhere
+        # on the CPU all rows are kept in fp32, and every region has results
         table["dtype"] = 0 if plan.unit_bytes == 4 else layout.dtype[regions] * ~is_reduced
         return table
 
 
 class KeptRows(NamedTuple):
-    """The capture ranges with rows in a step, [K] in layout order; for a request's pooled op only the first, which
-    represents all of them.
+    """The capture ranges with rows in a step, [K] in layout order. A request's pooled op has only its first range, on
+    behalf of all its ranges.
 
     ranges, group: the range, and its group
     rows: the number of captured rows
-    results: the number of rows kept: 1 if pooled
-    span: the positions from the first captured row to the last
+    results: the number of kept rows: 1 if pooled
+    span: the number of positions from the first captured row to the last
     """
 
     ranges: np.ndarray
@@ -244,7 +243,7 @@ def _kept_rows(layout: CaptureLayout, begin: np.ndarray, count: np.ndarray) -> K
     return KeptRows(live, group[first], rows, np.where(is_pooled, 1, rows), end - begin[live])
 
 
-NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # units per captured number, by dtype
+NUMBERS, BYTES = np.array([1, 1, 1]), np.array([4, 2, 2])  # units per captured value, by dtype
 FOREVER = 1 << 30  # steps
 
 
@@ -252,8 +251,8 @@ def make_plan(
     batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS,
     results_of: Callable[[int], int] | None = None,
 ) -> StepPlan:  # fmt: skip
-    """Plan one step. `widths` [P]: each point's row width. `unit`: `NUMBERS` or `BYTES`. `results_of(how)`: the width
-    of a result row of a reading."""
+    """Plan one step. `widths` [P]: each point's row width. `unit`: `NUMBERS` or `BYTES`. `results_of(how)`: the
+    result row width of a feature or attention reading."""
     steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
     active, layout = table.active(batch.slot), table.captures.layout()
@@ -263,7 +262,7 @@ def make_plan(
         return StepPlan(
             tokens, last, active, layout, none, none, none, none, none, none, none, none, 0, unit_bytes, steady_steps
         )  # fmt: skip
-    bounds = np.full((2, len(table.first)), -1)  # by slot: first and end of the step's positions
+    bounds = np.full((2, len(table.first)), -1)  # by slot: begin and end of the step's positions
     bounds[0, batch.slot] = batch.position
     bounds[1, batch.slot] = batch.position + batch.count
     bounds[:, 0] = -1  # slot 0 has no program
@@ -284,7 +283,7 @@ def make_plan(
         for region in layout.reduced.tolist():
             how = int(layout.pool[layout.region_group[region]])
             if how <= len(POOLS):
-                result_row[region] = row[region]  # in fp32, as all rows that are pooled
+                result_row[region] = row[region]  # in fp32, like all pooled rows
             else:
                 assert results_of is not None
                 result_row[region] = results_of(how) * unit[0]
@@ -310,7 +309,7 @@ def make_plan(
 
 
 def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.ndarray]:
-    """The index of each range's first row among its group's rows, and the number of rows in each group."""
+    """Return the index of each range's first row among its group's rows, and the number of rows in each group."""
     offset = count.cumsum()
     offset -= count
     if layout.groups == 1:
@@ -321,15 +320,15 @@ def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.n
 
 
 def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """The number of further steps in which no range is entered or left. `position` [C]: its request's, −1 if not in the
-    step."""
+    """Return the number of further steps in which no range is entered or left. `position` [C]: the position of the
+    range's request, −1 if it is not in the step."""
     steps = np.where(position < start, start, stop) - position
     steps = steps[(position >= 0) & (steps > 0)]
     return int(steps.min()) - 1 if len(steps) else FOREVER
 
 
 def _in_turn(sizes: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """The offsets of adjacent regions, in ascending order of `turn`."""
+    """Return the offsets of adjacent regions, laid out in ascending order of `turn`."""
     end = np.zeros_like(sizes)
     order = turn.argsort(kind="stable") if turn.any() else slice(None)
     end[order] = sizes[order].cumsum()
@@ -337,7 +336,7 @@ def _in_turn(sizes: np.ndarray, turn: np.ndarray) -> np.ndarray:
 
 
 def _by_width(sizes: np.ndarray, row: np.ndarray, begin: int = 0) -> tuple[np.ndarray, int]:
-    """Lay out regions of `sizes` numbers, aligned to their row width (for views as rows); returns offsets and end."""
+    """Lay out regions of `sizes`, aligned to their row width (for views as rows); returns offsets and end."""
     base, size = np.zeros(len(sizes), np.int64), begin
     for width in np.unique(row):
         regions = np.flatnonzero(row == width)
@@ -374,12 +373,12 @@ def _label_sampled(batch: Batch, slot: np.ndarray) -> RowLabels:
 
 
 def _runs(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The numbers first … first + count − 1 of each pair, concatenated."""
+    """Return the integers first … first + count − 1 of each pair, concatenated."""
     return np.repeat(first - np.cumsum(count) + count, count) + np.arange(int(count.sum()))
 
 
 def _samples(batch: Batch, table: ProgramTable) -> np.ndarray:
-    """The number of sampled rows in the step, by slot."""
+    """Return the number of sampled rows in the step, by slot."""
     samples = np.ones(len(table.first), np.int64)
     if batch.samples is not None:
         samples[batch.slot] = batch.samples
@@ -387,7 +386,7 @@ def _samples(batch: Batch, table: ProgramTable) -> np.ndarray:
 
 
 def _label_with_gaps(batch: Batch) -> RowLabels:
-    """Label a step where some rows belong to no request, or requests are not in row order."""
+    """Label a step with rows that belong to no request, or with requests that are not in row order."""
     slot, position, rank = np.zeros((3, batch.rows), np.int32)
     within = np.arange(int(batch.count.sum())) - np.repeat(np.cumsum(batch.count) - batch.count, batch.count)
     row = np.repeat(batch.row, batch.count) + within

@@ -1,19 +1,18 @@
 """The program table (the records of every admitted request, by slot and point) and the capture layout.
 
-A slot is a request's number while it is admitted; slot 0 is reserved for requests without a program. The records of
-slot s at point p are `records[first[s, p] : first[s, p + 1]]`, in program order; a record applies to positions start …
-stop−1. The tables have a fixed size and change only when a request arrives or ends, so a device copy stays valid in
-between.
+A slot is a request's index while it is admitted; slot 0 is reserved for requests without a program. Slot s has records
+`records[first[s, p] : first[s, p + 1]]` at point p, in program order; a record applies to positions start … stop−1. The
+tables have a fixed size and change only when a request arrives or ends, so a device copy stays valid in between.
 
 A record is made from a bound op at one point and position range. All kinds share a 48-byte layout with kind-specific
 fields: `FIELDS` names them, `named` reads them by name, and `_write` writes an action's fields.
 
-A capture range is what one position range of a capture op keeps of a request: rows of consecutive positions, at several
-points. Capture ranges with the same points and dtype form a point group, for example those of requests with the same
-program. A group has one region of the step's capture buffer per point; a region holds the rows of the group's ranges
+A capture range holds a request's rows of consecutive positions, at several points, for one position range of a capture
+op. Capture ranges with the same points and dtype, such as ranges of requests with the same program, form a point group.
+A group has one region of the step's capture buffer per point; a region holds the rows of the group's ranges
 consecutively. Steps are planned by ranges and regions, since records (one per range and point) are far more numerous.
 
-    C capture ranges · G point groups · A regions · P points · Q position ranges of an op
+    C capture ranges · G point groups · A regions · P points · Q position ranges per op
 """
 
 from __future__ import annotations
@@ -67,30 +66,30 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.store.tensors import PROBE
 
-READING = 32  # records that count as much as an encoder
-READINGS = 1 << 24  # the number of each is exact in a record, as fp32
+READING = 32  # an encoder's work, in records
+READINGS = 1 << 24  # limit of reading ids, exact in a record's fp32 field
 
 
 class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     """An immutable snapshot of all capture ranges and regions.
 
     Capture ranges [C], grouped by point group, and if pooled also by slot and op:
-    range_number: the range's number in records
+    range_number: the range's id in records
     slot: the request's slot
     op: the op's index in its program
     start, stop: positions start … stop−1
-    group: its point group, 0 … G−1
-    sampled: True if its rows are sampled rows
+    group: the range's point group, 0 … G−1
+    sampled: True if the range's rows are sampled rows
 
     Regions [A], in order of points:
-    region_number: the region's number in records
-    region_group: its point group
+    region_number: the region's id in records
+    region_group: the region's point group
     dtype: an index into `DTYPES`
     products: the number of values kept per row; 0: all
 
     groups: G
-    pool [G]: how each op's rows are pooled in a step, as `Keep.pool`; larger values number the feature reading they are
-        encoded for; 0: neither
+    pool [G]: the reduction of the op's rows in a step, as in `Keep.pool`; larger values identify a reading that encodes
+        the rows; 0: neither
     """
 
     range_number: np.ndarray
@@ -109,7 +108,7 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     pool: np.ndarray
 
     def __len__(self) -> int:
-        """The number of capture ranges."""
+        """Return the number of capture ranges."""
         return len(self.range_number)
 
     @functools.cached_property
@@ -124,12 +123,12 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
 
     @functools.cached_property
     def range_of_number(self) -> np.ndarray:
-        """The index of each range by its number; −1 for unused numbers."""
+        """Each range's index, by id; −1 for unused ids."""
         return _inverse(self.range_number)
 
     @functools.cached_property
     def region_of_number(self) -> np.ndarray:
-        """The index of each region by its number; −1 for unused numbers."""
+        """Each region's index, by id; −1 for unused ids."""
         return _inverse(self.region_number)
 
     def pairs(self, ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -149,7 +148,7 @@ def _inverse(numbers: np.ndarray) -> np.ndarray:
 
 
 class _NumberPool:
-    """A pool of numbers, reused lowest first. All numbers in use are below `end`."""
+    """A pool of ids, reused lowest first. All ids in use are below `end`."""
 
     def __init__(self) -> None:
         self._returned = np.zeros(0, np.int64)
@@ -168,7 +167,7 @@ class _NumberPool:
 
 
 class _PointGroup(msgspec.Struct):
-    """A point group; `regions` are its regions' numbers, `ranges` counts its ranges."""
+    """A point group; `regions` are its regions' ids, `ranges` counts its ranges."""
 
     number: int
     points: np.ndarray
@@ -184,27 +183,27 @@ class CaptureRanges:
 
     def __init__(self, sampled: np.ndarray) -> None:
         self._sampled = sampled
-        self._columns = np.zeros((5, 64), np.int64)  # slot, op, start, stop, group's number; by range number
+        self._columns = np.zeros((5, 64), np.int64)  # slot, op, start, stop, group id; by range id
         self._range_numbers, self._region_numbers, self._group_numbers = _NumberPool(), _NumberPool(), _NumberPool()
-        # by slot: the numbers of its ranges, and the count of its ranges in each group
+        # by slot: its ranges' ids, and the count of its ranges in each group
         self._of_slot: dict[int, tuple[np.ndarray, list[tuple[_PointGroup, int]]]] = {}
         self._groups: dict[tuple[bytes, int, int, int], _PointGroup] = {}  # by points, dtype, products and pool
         self._layout: CaptureLayout | None = None
 
     def __len__(self) -> int:
-        """The number of capture ranges."""
+        """Return the number of capture ranges."""
         return sum(group.ranges for group in self._groups.values())
 
     def add(
         self, slots: np.ndarray, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray,
         point: np.ndarray, products: np.ndarray, pool: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Add the ranges of programs' capture records, K each and sorted by point. The programs differ only in their
-        slots [N] and in `start` and `stop` [N, K]. Returns the range numbers [N, K] and region numbers [K]."""
+        """Add the ranges of programs' capture records, K each and sorted by point. The programs differ only in `slots`
+        [N], `start` and `stop` [N, K]. Returns the range ids [N, K] and region ids [K]."""
         range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
         kept_as = dtype + len(DTYPES) * (pool + READINGS * products)
         grids = self._grids(op, start, stop, kept_as, point)
-        first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one per range
+        first_records = np.concatenate([np.zeros(0, np.int64), *(grid[0] for grid in grids)])  # one id per range
         numbers = self._range_numbers.take(len(slots) * len(first_records)).reshape(len(slots), -1)
         self._reserve(self._range_numbers.end)
         group_number, begin, group_counts = np.zeros(len(first_records), np.int64), 0, []
@@ -240,7 +239,7 @@ class CaptureRanges:
         self._layout = None
 
     def layout(self) -> CaptureLayout:
-        """The current layout, cached until a program arrives or ends."""
+        """Return the current layout, cached until a program arrives or ends."""
         if self._layout is None:
             self._layout = self._make_layout()
         return self._layout
@@ -280,8 +279,8 @@ class CaptureRanges:
     def _grids(
         self, op: np.ndarray, start: np.ndarray, stop: np.ndarray, kept_as: np.ndarray, point: np.ndarray
     ) -> list[np.ndarray]:
-        """Arrange the records in grids [points, ranges]: one grid for an op whose points all keep the same ranges, and
-        for other records one for each point and `kept_as` (dtype and products in one number)."""
+        """Arrange the records in grids [points, ranges]: one grid per op whose points all keep the same ranges; for
+        other records, one grid per point and `kept_as` (dtype and products in one integer)."""
         order, grids, ungrouped = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
         for records in np.split(order, np.flatnonzero(np.diff(op[order])) + 1):
             grid = self._grid(records, start, stop, kept_as, point) if len(records) > 1 else None
@@ -324,15 +323,15 @@ RECORD = np.dtype(
     [
         ("start", "<i4"), ("stop", "<i4"),   # positions
         ("kind", "<i4"), ("step", "<i4"),    # step 1: one row of the value per position, 0: one for all
-        ("value", "<i8"),                    # the value's first number in the bank
+        ("value", "<i8"),                    # offset of the value in the bank
         ("x", "<f4"), ("y", "<f4"),
         ("other", "<i8"),
-        ("factor", "<f4"),                   # written by the kernel for rows in several passes: y·r or p′ − p
+        ("factor", "<f4"),                   # written by the kernel for rows that take several passes: y·r or p′ − p
         ("columns", "<i4"),                  # the edited columns: first | end << 16; 0: the whole row
     ]
 )  # fmt: skip
-# Field names by kind, besides start, stop, kind and columns. A capture's region is the op's number until it is
-# installed in a table; with 0 products the row itself is kept.
+# Field names by kind, besides start, stop, kind and columns. A capture's region is the op's index until the record
+# is installed in a table; with 0 products the row itself is kept.
 FIELDS: dict[int, dict[str, str]] = {
     CAPTURE: {"range": "step", "region": "value", "dtype": "x", "products": "y", "matrix": "other", "pool": "factor"},
     LINEAR: {"row_step": "step", "vector": "value", "h_scale": "x", "v_scale": "y"},
@@ -354,7 +353,7 @@ FIELDS: dict[int, dict[str, str]] = {
 
 
 def _layout(kind: int) -> np.dtype:
-    """`RECORD` with a kind's field names."""
+    """Return `RECORD` with a kind's field names."""
     assert RECORD.fields is not None
     names = {field: field for field in ("start", "stop", "kind", "columns")}
     names |= {field: name for name, field in FIELDS[kind].items()}
@@ -371,20 +370,21 @@ def named(records: np.ndarray, kind: int) -> np.ndarray:
     return records.view(LAYOUTS[kind])
 
 
-PRODUCTS = 256  # that take as long as a record may
-Addresses = Mapping[str, tuple[int, int]]  # by bank key: the offset of its rows, in numbers, and their width
+PRODUCTS = 256  # products that count as one record of work
+Addresses = Mapping[str, tuple[int, int]]  # by bank key: the offset of its rows, in elements, and the row width
 Several = Sequence[Addresses]  # one per program
 Number = int | np.ndarray
 
 
 def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """A bound program's records, sorted by point (program order within), and their number at each point, [P]."""
+    """Make a bound program's records, sorted by point (program order within). Also returns counts per point, [P]."""
     records, counts = records_of_alike([ops], [addresses], points)
     return records[0], counts[0]
 
 
 def shape_of(ops: Sequence[BoundOp]) -> Hashable:
-    """A key shared by programs whose records can be made together: vectors, scales, positions and points may differ."""
+    """Return a key that is equal for programs whose records can be made together: vectors, scales, positions and points
+    may differ."""
     return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None, op.guard is None)
                   for op in ops])  # fmt: skip
 
@@ -392,8 +392,8 @@ def shape_of(ops: Sequence[BoundOp]) -> Hashable:
 def records_of_alike(
     programs: Sequence[Sequence[BoundOp]], addresses: Sequence[Addresses], points: int, first: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The records of programs of one shape, [N, R], sorted by point (program order within), and their number at each
-    point, [N, P]. Each program has its own addresses. `first`: the number of its first op."""
+    """Make the records of programs of one shape, [N, R], sorted by point (program order within). Also returns their
+    count per point, [N, P]. Each program has its own addresses. `first`: the index of each program's first op."""
     of_ops = [op_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True), first)]
     number = np.arange(len(programs))[:, None]
     if not of_ops:
@@ -404,8 +404,8 @@ def records_of_alike(
 
 
 def record_count(ops: Sequence[BoundOp]) -> int:
-    """The maximum number of records of a bound program, on a worker with all points. An attention edit has records at
-    its queries and at the result."""
+    """Return the maximum number of a bound program's records, on a worker with all points. An attention edit has
+    records at its queries and at the result."""
     return sum(
         len(op.points) * len(op.ranges)
         * (1 + (op.condition is not None) + (op.guard is not None) + isinstance(op.action, Attended))
@@ -414,8 +414,8 @@ def record_count(ops: Sequence[BoundOp]) -> int:
 
 
 def record_work(ops: Sequence[BoundOp]) -> int:
-    """The work of a bound program, in records: a matrix counts once per `PRODUCTS` rows, since a step computes a row's
-    products one by one, and features count `READING` times, since each op runs its SAE's encoder."""
+    """Return a bound program's work, in records. A matrix counts once per `PRODUCTS` rows, since a step computes a
+    row's products one by one. Features count `READING` times, since each op runs its SAE's encoder."""
     ranks = {Keep: "products", Factored: "rank"}
     products = ((getattr(op.action, ranks.get(type(op.action), ""), 0), op) for op in ops)
     read = sum(isinstance(op.action, Keep) and op.action.reader is not None for op in ops)
@@ -427,7 +427,7 @@ def record_work(ops: Sequence[BoundOp]) -> int:
 
 
 def op_records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Addresses]) -> tuple[np.ndarray, np.ndarray]:
-    """The records of one op of N programs of one shape, [N, ·], one per range and point, and their points."""
+    """Make one op's records in N programs of one shape, [N, ·], one per range and point. Also returns their points."""
     first, flat = ops[0], itertools.chain.from_iterable
     ranges = _numbers(flat(flat(op.ranges for op in ops))).reshape(len(ops), 1, len(first.ranges), 4)
     points = _numbers(flat(op.points for op in ops)).reshape(len(ops), len(first.points))
@@ -442,7 +442,7 @@ def op_records(ops: Sequence[BoundOp], ordinal: int, addresses: Sequence[Address
     if first.points:
         _write(first.action, named(records_NPQ, first.kind), [op.action for op in ops], addresses, ordinal)
     records, point = records_NPQ.reshape(len(ops), -1), np.repeat(points, len(first.ranges), axis=1)
-    before = []  # the records that make the next one conditional
+    before = []  # records that make the next record conditional
     if first.condition is not None:
         conditions = [op.condition for op in ops if op.condition is not None]
         ids = np.array([known[each.ids] for each, known in zip(conditions, addresses, strict=True)])
@@ -459,13 +459,13 @@ def _numbers(numbers: Iterable[int]) -> np.ndarray:
 
 
 def _column(of_programs: Sequence[float]) -> np.ndarray:
-    """One number per program, shaped to broadcast over its records [N, P, Q]."""
+    """Return an array of one value per program, shaped to broadcast over records [N, P, Q]."""
     return np.array(of_programs)[:, None, None]
 
 
 def match_records(records: np.ndarray, ids: Number, count: Number, expected: bool | np.ndarray) -> np.ndarray:
-    """The `MATCH` record that precedes each record, which then acts only if the token's id is among the given ids, or
-    is not among them if `expected` is False. The bank holds the `count` ids, ascending, from offset `ids` on."""
+    """Make the `MATCH` record that precedes each record. The record then acts only if the token's id is among the given
+    ids, or if `expected` is False, is not. The bank holds the `count` ids, ascending, from offset `ids` on."""
     conditions = np.zeros_like(records)
     conditions["start"], conditions["stop"], conditions["kind"] = records["start"], records["stop"], MATCH
     fields = named(conditions, MATCH)
@@ -474,7 +474,7 @@ def match_records(records: np.ndarray, ids: Number, count: Number, expected: boo
 
 
 def _when_records(records: np.ndarray, guards: Sequence[Guard]) -> np.ndarray:
-    """The `WHEN` record that precedes each record of each op's guard."""
+    """Make the `WHEN` record that precedes each record, from each op's guard."""
     whens = np.zeros_like(records)
     whens["start"], whens["stop"], whens["kind"] = records["start"], records["stop"], WHEN
     whens["value"], whens["step"] = ([[getattr(guard, name)] for guard in guards] for name in ("latch", "bit"))
@@ -484,7 +484,7 @@ def _when_records(records: np.ndarray, guards: Sequence[Guard]) -> np.ndarray:
 @functools.singledispatch
 def _write(first: Action, fields: np.ndarray, actions: Sequence[Action], addresses: Several, ordinal: int) -> None:
     """Write the fields of the programs' actions, all of `first`'s kind, to records [N, P, Q] viewed with that kind's
-    field names. `ordinal`: the op's number."""
+    field names. `ordinal`: the op's index."""
     raise NotImplementedError(f"{type(first).__name__} has no records")
 
 
@@ -499,7 +499,7 @@ def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses
 
 @_write.register
 def _store(first: Store, fields: np.ndarray, actions: Sequence[Store], addresses: Several, ordinal: int) -> None:
-    pass  # the target of its rows is its value, which all kinds share
+    pass  # nothing to write: the target of its rows is `value`, which all kinds share
 
 
 @_write.register
@@ -582,7 +582,7 @@ def _code(first: RunCode, fields: np.ndarray, actions: Sequence[RunCode], addres
 
 @_write.register
 def _encoded(first: Encoded, fields: np.ndarray, actions: Sequence[Encoded], addresses: Several, ordinal: int) -> None:
-    """Write nothing: a worker runs it as code, and cuts only need its points and positions."""
+    """Write nothing: a worker runs the action as code, and cuts need only its points and positions."""
 
 
 @_write.register
@@ -593,7 +593,7 @@ def _attended(
 
 
 def columns_of(record: np.void) -> slice:
-    """The columns a record edits."""
+    """Return the columns that a record edits."""
     word = int(record["columns"]) & 0xFFFFFFFF
     return slice(word & 0xFFFF, word >> 16) if word else slice(None)
 
@@ -603,14 +603,14 @@ class ProgramTable:
 
     first [slots + 1, points + 1]: int32, the first record of each slot at each point
     generation [slots + 1]: int32, the number of programs each slot has held
-    records [records]: of dtype `RECORD`
+    records [records]: the records, of dtype `RECORD`
     version: the number of changes to the table
-    changed: the slots, and the (begin, end) of records, written since the device copy was last updated
+    changed: the slots, and the (begin, end) of records, written since the last update of the device copy
     sampled [points]: True if a point has only sampled rows; default: no point
     coded: slots with `APPLY` records
     deciding: slots with `TEST` or `SPAN` records
     latches [slots + 1, LATCHES]: int32, each slot's latch positions, written by host kernels
-    drafted [slots + 1]: int32, the first position of each slot's last step if it had draft tokens, else NEVER
+    drafted [slots + 1]: int32, the first position of each slot's last step if that had draft tokens, else NEVER
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
@@ -630,12 +630,12 @@ class ProgramTable:
         self._installed: set[int] = set()
 
     def install(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
-        """Write a request's records, sorted by point, `counts` [points] at each. `plan.room` allocated the free `slot`
-        and the records from `begin` on."""
+        """Write a request's records, sorted by point, `counts` [points] at each. The free `slot`, and the records from
+        `begin` on, are allocated by `plan.room`."""
         self.install_alike(records[None], counts[None], np.array([slot]), np.array([begin]))
 
     def install_alike(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
-        """Install requests with equally many records: [N, R], counts [N, points], slots [N], begins [N]."""
+        """Install requests with equally many records [N, R]; counts [N, points], slots [N], begins [N]."""
         places = begins[:, None] + np.arange(records.shape[1])
         self.generation[slots] = self.generation[slots] % (1 << 30) + 1
         self.records[places] = records
@@ -673,21 +673,21 @@ class ProgramTable:
             self.changed[0].update(slots)
 
     def active(self, slots: np.ndarray) -> np.ndarray:
-        """Mark the points where one of the slots has records, bool [points]. Slots other than 0 must be unique."""
+        """Mark the points where any of the slots has records, bool [points]. Slots other than 0 must be unique."""
         if np.count_nonzero(slots) == len(self):
             return self._acting > 0
         return np.logical_or.reduce(self._acts[slots], axis=0)
 
     def acting_at(self, point: int, slots: np.ndarray) -> list[int]:
-        """The subset of these slots that have records at a point."""
+        """Return the slots in `slots` with records at a point."""
         return slots[self._acts[slots, point]].tolist()
 
     def unsettled(self, slot: np.ndarray, position: np.ndarray, samples: np.ndarray | None) -> np.ndarray:
         """Begin a planned step, given as the fields of a `Batch`. Returns the position from which each slot's latches
-        are cleared, [slots + 1]; NEVER keeps all.
+        are cleared, [slots + 1]; NEVER clears none.
 
         Only draft tokens of the slot's last step can have been rejected, and this step computes from the first rejected
-        position on. After a preemption it also recomputes earlier positions, whose decisions stay.
+        position on. After a preemption it also recomputes earlier positions, but keeps their decisions.
         """
         since = np.full(len(self.drafted), NEVER, np.int32)
         since[slot] = np.maximum(self.drafted[slot], position)
@@ -695,7 +695,7 @@ class ProgramTable:
         return since
 
     def __len__(self) -> int:
-        """The number of admitted requests."""
+        """Return the number of admitted requests."""
         return len(self._installed)
 
     def _mark_changed(self, slot: int, begin: int, end: int) -> None:

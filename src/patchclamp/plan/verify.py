@@ -80,10 +80,10 @@ class Decided(msgspec.Struct):
     """Decisions made so far.
 
     bits: the depth and point where each bit is set
-    latches: the same for each latch, and the lowest position that sets it
-    spans: the bit kept by each span's latch, and the depth where it is read
-    probes: the names of the probes kept
-    reading: the op that keeps a probe, as long as only its tests follow
+    latches: the depth and point where each latch is set, and the lowest position that sets it
+    spans: the bit kept by each span's latch, and the depth where the latch is read
+    probes: the names of the kept probes
+    reading: the op that keeps a probe, as long as only that probe's tests follow
     """
 
     bits: dict[int, tuple[int, int]] = {}
@@ -94,8 +94,8 @@ class Decided(msgspec.Struct):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """The context of a check: sizes (rows, width) by bank key, the prompt's length, the position `limit`, the model's
-    sites, and the positions of rows stored so far, by own key."""
+    """Context of a check: sizes (rows, width) by bank key, the prompt's length, the position `limit`, the model's
+    sites, and the positions of stored rows so far, by own key."""
 
     sizes: Mapping[str, tuple[int, int]]
     prompt: int
@@ -106,8 +106,8 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def verify(bound: BoundProgram, sizes: Mapping[str, tuple[int, int]], prompt: int, limit: int, sites: SiteMap) -> None:
-    """Check a program against a prompt of `prompt` tokens with positions below `limit`, and against its declared sizes
-    of vectors and rows. `admission` checks the vectors' sizes once it has them.
+    """Check a program against a prompt of `prompt` tokens with positions below `limit`, and against the declared
+    `sizes` of vectors and rows. `admission` checks the vectors' actual sizes later.
 
     Raises `ProgramError` with the op's path for anything `bind` cannot produce.
     """
@@ -137,8 +137,7 @@ def _check_sizes(sizes: Mapping[str, tuple[int, int]], sites: SiteMap) -> None:
 
 
 def verify_cells(cells: CellRecords, sizes: Mapping[str, tuple[int, int]], limit: int, sites: SiteMap) -> None:
-    """`verify` for cells: edits at positions below `limit`, and the sizes (rows, width) of all keys. Raises
-    `ProgramError`."""
+    """Verify cells: edits at positions below `limit`, and all keys' sizes (rows, width). Raises `ProgramError`."""
     _check_sizes(sizes, sites)
     _need(len({*cells.keys}) == len(cells.keys) and all(key in sizes for key in cells.keys), "keys without a size")
     number = np.concatenate([np.zeros(0, np.int64), *(group.number.ravel() for group in cells.groups)])
@@ -164,7 +163,7 @@ def _check_group(
     rows, size = np.array([*(sizes[each] for each in keys), (0, 0)], np.int64).reshape(-1, 2).T
     width, shards = np.array([(of.width, sites.shard_count(of.number)) for of in sites.points]).T
     sampled = np.array([of.rows == "sampled" for of in sites.points])
-    # by key: the shards of the run's row that it reads; 0: it is a vector
+    # by key: the number of shards of the run's row; 0: a vector
     shards_read = np.array([*(0 if (of := source_of(each)) is None else shards[of[1]] for each in keys), 0])
     start, stop, kind, step = (records[name].astype(np.int64) for name in ("start", "stop", "kind", "step"))
     value, x, y, other = (records[name] for name in ("value", "x", "y", "other"))
@@ -176,8 +175,8 @@ def _check_group(
     reads = linear | blend | project | normed | rotate | (low_rank & ~gated)
     named = reads & (key >= 0)
     last = value + (stop - start - 1) * step
-    sums = project | normed | rotate | low_rank | (noise & (step == 1))  # over the row
-    after = np.roll(match, 1, axis=1)  # a condition precedes it
+    sums = project | normed | rotate | low_rank | (noise & (step == 1))  # a sum over the row
+    after = np.roll(match, 1, axis=1)  # preceded by a condition
     same = [each == np.roll(each, 1, axis=1) for each in (start, stop, point)]
     faults = {
         "unsupported record kind": ~(reads | match | noise | gated),
@@ -217,7 +216,7 @@ def _check_group(
 
 
 def is_content(key: str, rows: np.ndarray) -> bool:
-    """True if a bank key is the content hash of the rows, as a vector [n, W], or [W] if n is 1."""
+    """True if a bank key is the content hash of the rows, as a vector [n, W] or, if n is 1, [W]."""
     count, width = rows.shape
     data = np.ascontiguousarray(rows, "<f4").tobytes()
     shapes = [(count, width), (width,)] if count == 1 else [(count, width)]
@@ -264,7 +263,7 @@ def _check_ranges(op: BoundOp, frame: Frame) -> None:
 
 
 def _check_shards(op: BoundOp, sites: SiteMap) -> None:
-    """Check ops at rows sharded across workers."""
+    """Check an op on rows sharded across workers."""
     for key, point in op.reads() if op.is_edit else ():
         read = source_of(key)
         cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)
@@ -278,7 +277,7 @@ def _check_shards(op: BoundOp, sites: SiteMap) -> None:
 
 
 def _check_own(op: BoundOp, frame: Frame) -> None:
-    """Check that a run's own rows are stored before they are read."""
+    """Check that a run stores its own rows before reading them."""
     _need(all(map(is_vector, op.keys[len(op.values) :])), "expected inline vectors as mask, matrix and token ids")
     for key, point in op.reads() if op.is_edit else ():
         own = own_point(key)
@@ -295,7 +294,7 @@ def _check_own(op: BoundOp, frame: Frame) -> None:
 
 @functools.singledispatch
 def _check_action(action: Action, op: BoundOp, frame: Frame, width: int) -> None:
-    """Check an action's numbers, and that its values have the points' width."""
+    """Check an action's fields, and that its values have the points' width."""
     raise ProgramError(f"{type(action).__name__} is not accepted from other processes")
 
 
@@ -422,7 +421,7 @@ def _span(action: Span, op: BoundOp, frame: Frame, width: int) -> None:
 
 
 def _set_bit(bit: int, op: BoundOp, frame: Frame) -> None:
-    """Check an op that sets a bit: at one point, with an unsharded row for every token."""
+    """Check an op that sets a bit: it acts at one point with an unsharded row for every token."""
     _need(0 <= bit < BITS and bit not in frame.decided.bits and len(op.points) == 1, f"invalid bit {bit}")
     [point] = op.points
     sites = frame.sites
@@ -446,7 +445,7 @@ def _check_guard(op: BoundOp, frame: Frame) -> None:
     known = guard.latch in decided.latches if is_latched else guard.bit in decided.bits
     _need(op.is_edit and op.kind != APPLY and known and 0 <= guard.bit < BITS, f"invalid guard {guard}")
     depth, point, *first = decided.latches[guard.latch] if is_latched else decided.bits[guard.bit]
-    at_once = not first or first[0] >= frame.prompt - 1  # else a later row of the same step might set the latch
+    at_once = not first or first[0] >= frame.prompt - 1  # otherwise a later row of the same step might set the latch
     for each in op.points:
         later = frame.sites.depth(each) > depth or (each == point and at_once)
         _need(later and frame.sites.points[each].rows == "tokens", "edit before its condition is decided")

@@ -1,4 +1,4 @@
-"""A model's sizes and site map, which numbers points and resolves sites to points."""
+"""A model's sizes, and its site map, which numbers points and resolves sites to them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class Sizes(msgspec.Struct, frozen=True):
     """A model's number of layers and row widths.
 
-    sparse: the layers with a mixture of experts as MLP
-    recurrent: the layers with a state space or linear attention as mixer
+    sparse: the layers whose MLP is a mixture of experts
+    recurrent: the layers whose mixer is a state space or linear attention
     no_mixer, no_mlp: the layers with only an MLP, or only a mixer
-    d_result: the width of a head's result, if different from `d_head`
+    d_result: a head's result width, if different from `d_head`
     factors: multipliers, logit cap and norm epsilons, by config name
     """
 
@@ -46,7 +46,7 @@ class Sizes(msgspec.Struct, frozen=True):
     no_mlp: tuple[int, ...] = ()
 
     def layers_with(self, kind: Layers | tuple[int, ...]) -> list[int]:
-        """The layers of a kind; explicit layers are returned unchanged, as a list."""
+        """Return the layers of a kind; explicit layers are returned as a list."""
         if isinstance(kind, tuple):
             return list(kind)
         every = set(range(self.layers))
@@ -59,7 +59,7 @@ class Sizes(msgspec.Struct, frozen=True):
                 "Z": self.heads * (self.d_result or self.d_head), "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
 
     def factor(self, scale: str | float) -> float:
-        """The value of a tap's `scale`, default 1."""
+        """Return the value of a tap's `scale`, default 1."""
         if not scale:
             return 1.0
         return self.factors[scale] if isinstance(scale, str) else scale
@@ -76,15 +76,15 @@ class Sizes(msgspec.Struct, frozen=True):
         return self.factors.get("final_logit_softcapping")
 
     def parts(self, size: Size) -> tuple[int, int]:
-        """The number of heads, neurons or experts in a row, and their width."""
+        """Return the number of heads, neurons or experts in a row, and their width."""
         heads = {"Q": self.heads, "K": self.kv_heads, "Z": self.heads}
         count = heads.get(size, self[size])
         return count, self[size] // max(count, 1)
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """Read the sizes from a Transformers config, under any of their names. If layers differ in heads, or have none, the
-    number of heads is 0, and sites cannot be indexed by head.
+    """Read the sizes from a Transformers config, under any of their names. If the layers' head counts differ, or are
+    missing, `heads` is 0, and sites cannot be indexed by head.
 
     Raises `ModelError` if the config lacks a number of layers or a single width for all of them.
     """
@@ -115,15 +115,15 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
 
 
 def architectures_of(config: Any) -> list[str]:
-    """The config's `architectures`, or its class name if missing."""
+    """Return the config's `architectures`, or its class name if missing."""
     return list(getattr(config, "architectures", None) or [type(config).__name__])
 
 
 def _setting(config: Any, name: str) -> int | None:
-    """A setting, if it is one number for all layers; otherwise None."""
+    """Return a setting if it is one number for all layers; otherwise None."""
     try:
         value = getattr(config, name, None)
-    except Exception:  # Transformers' error for one that differs between layers
+    except Exception:  # Transformers' error for a setting that differs between layers
         return None
     return value if isinstance(value, int) else None
 
@@ -141,15 +141,15 @@ def _kv_heads(config: Any, heads: int) -> int:
     return 1 if one_for_all else next((n for name in names if (n := _setting(config, name)) is not None), heads)
 
 
-KINDS = {  # config names of layer kinds, including those of layers that are only an MLP
+KINDS = {  # config names of layer kinds, including MLP-only layers
     "M": "recurrent", "mamba": "recurrent", "mamba2": "recurrent", "linear_attention": "recurrent",
     "conv": "recurrent", "*": "attention", "-": "mlp", "mlp": "mlp", "E": "experts", "moe": "experts",
 }  # fmt: skip
 
 
 def layer_kinds(config: Any, layers: int) -> list[str]:
-    """The kind of each layer in a config: with `attention`, with a `recurrent` mixer, or only an `mlp` or `experts`. If
-    the config lists no kinds, all layers have attention."""
+    """Return each layer's kind in a config: `attention`, a `recurrent` mixer, or only an `mlp` or `experts`. If the
+    config lists no kinds, all layers have attention."""
     names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     said = next((list(kinds) for name in names if (kinds := getattr(config, name, None))), [])
     return [KINDS.get(kind, "attention") for kind in said] if len(said) == layers else ["attention"] * layers
@@ -160,7 +160,7 @@ def _of_kinds(kinds: list[str], *which: str) -> tuple[int, ...]:
 
 
 def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
-    """The layers with experts."""
+    """Return the layers with experts."""
     if {"mlp", "experts"} & set(kinds):
         return _of_kinds(kinds, "experts")
     if (listed := getattr(config, "moe_layers", None)) is not None:
@@ -171,14 +171,14 @@ def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
     every = next((step for name in names if (step := getattr(config, name, None))), 1)
     if isinstance(every, list | tuple):  # one flag per layer, as in MiMo V2
         return tuple(layer for layer, is_sparse in enumerate(every) if is_sparse)
-    shift = any(hasattr(config, name) for name in ("decoder_sparse_step", "moe_layer_interval"))  # these count from 1
+    shift = any(hasattr(config, name) for name in ("decoder_sparse_step", "moe_layer_interval"))  # 1-based
     first = getattr(config, "first_k_dense_replace", getattr(config, "moe_layer_start_index", 0))
     end = getattr(config, "moe_layer_end_index", -1) % len(kinds) + 1
     dense = getattr(config, "mlp_only_layers", None) or ()
     return tuple(layer for layer in range(first, end) if (layer + shift) % every == 0 and layer not in dense)
 
 
-NONE_HAS = {  # the reason for an error, by the kind of layer that a model does not have
+NONE_HAS = {  # the reason in errors, by the missing kind of layer
     "dense": "all layers have experts, which run in one fused kernel",
     "sparse": "no layer has experts",
     "attention": "no layer has attention",
@@ -194,14 +194,14 @@ LAYERS_WITH = {
     "mlp": ", the layers with an MLP",
     "all": "",
 }
-MAX_INDEXED_COLUMNS = 0xFFFF  # of an indexed site: records have 16 bits per column (`plan.table`)
+MAX_INDEXED_COLUMNS = 0xFFFF  # for an indexed site: records have 16 bits per column (`plan.table`)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A point kind of one layer, by number.
+    """A point: a numbered point kind of one layer.
 
-    width: the numbers in a row
-    rows: one per token of a step, or only per sampled position
+    width: the row width
+    rows: one per token of a step, or one per sampled position
     """
 
     number: int
@@ -212,14 +212,14 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """The location of a point's columns in its tap's tensor.
+    """Location of a point's columns in its tap's tensor.
 
-    tensor_width: columns of the tensor; 0 if it is [B, H, T, E]
-    first: the point's first column; if heads are mixed, its first within each key/value head's columns
+    tensor_width: the tensor's width; 0 if it is [B, H, T, E]
+    first: the point's first column; if heads are mixed, its first column within each key/value head's
     heads: the tensor's number of key/value heads if heads are mixed; otherwise 0
-    size: the point's columns in each key/value head, if heads are mixed
+    size: the point's number of columns per key/value head, if heads are mixed
     by_head: True if the tensor is [B, H, T, E]
-    factor: the point is the tensor times this
+    factor: the point's values are the tensor times this factor
     """
 
     tensor_width: int
@@ -230,7 +230,7 @@ class View(msgspec.Struct, frozen=True):
     factor: float = 1.0
 
     def columns(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """The point's columns [N, W] of the tensor's rows, before the factor."""
+        """Return the point's columns [N, W] of the tensor's rows, before the factor."""
         if self.heads:
             by_head = rows.reshape(len(rows), self.heads, -1)
             return by_head[:, :, self.first : self.first + self.size].reshape(len(rows), width)
@@ -257,7 +257,7 @@ class SiteRef(msgspec.Struct, frozen=True):
 
 
 class Shard(NamedTuple):
-    """Shard `number` of a row: columns first … end − 1. Of the workers with the same shard, one `keeps` its
+    """Shard `number` of a row: columns first … end − 1. Only one of the workers with the same shard `keeps` its
     captures."""
 
     number: int
@@ -267,8 +267,8 @@ class Shard(NamedTuple):
 
 
 class Dictionary(NamedTuple):
-    """An attached SAE with the parts of rows it reads (`at`) and writes (`to`). `rows` returns selected features; `sae`
-    is None in a server's clients, which only have its card."""
+    """An attached SAE with the sites it reads (`at`) and writes (`to`). `rows` returns selected features; `sae` is None
+    in a server's clients, which only have its card."""
 
     card: DictionaryCard
     at: SiteRef
@@ -278,7 +278,7 @@ class Dictionary(NamedTuple):
 
 
 def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, dtype: str = "float32") -> Dictionary:
-    """Place an SAE at its sites, with matrices of a dtype, for `lm.attach`. Raises `ProgramError`, `ShapeError` or
+    """Place an SAE at its sites for `lm.attach`, with matrices of `dtype`. Raises `ProgramError`, `ShapeError` or
     `UnsupportedSite`."""
     if not isinstance(sae, SAE):
         raise ProgramError(f"expected a pc.SAE, such as pc.SAE.load(path), got {type(sae).__name__}", "sae")
@@ -296,11 +296,11 @@ def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, 
     return dictionary._replace(sae=sae)
 
 
-LENS = "lens"  # in `SiteMap.withdrawn`, if the unembedding was not proved
+LENS = "lens"  # key in `SiteMap.withdrawn` if the unembedding was not proved
 
 
 class SiteMap:
-    """The points and site refs of a model, with `tensor_parallel` workers in each of `stages` pipeline stages."""
+    """A model's points and site refs, with `tensor_parallel` workers in each of `stages` pipeline stages."""
 
     family: Family
     sizes: Sizes
@@ -314,8 +314,8 @@ class SiteMap:
         self.family, self.sizes, self.tensor_parallel, self.stages = family, sizes, tensor_parallel, stages
         self.layers, self.d_model, self.d_vocab = sizes.layers, sizes.d_model, sizes.d_vocab
         self.dictionaries: dict[str, Dictionary] = {}  # attached SAEs by name
-        self.withdrawn: dict[str, str] = {}  # sites that were not proved on the live model, and why
-        self.no_attention: str = ""  # the reason why the engine does not read attention patterns
+        self.withdrawn: dict[str, str] = {}  # sites not proved on the live model, with the reason
+        self.no_attention: str = ""  # the reason if the engine does not read attention patterns
         self.points: list[Point] = []
         self._number: dict[tuple[str, int | None], int] = {}
         self._layers_of = {name: sizes.layers_with(kind.layers) for name, kind in family.points.items()}
@@ -338,23 +338,23 @@ class SiteMap:
         return [name for name in SITES if self._has(name) and name not in self.withdrawn]
 
     def _has(self, name: str) -> bool:
-        """True if the model's table has a site."""
+        """True if the model's table has the site."""
         kind, _ = self.family.sites.get(name, ("", 0))
         if kind == "" or (self.tensor_parallel > 1 and self.family.points[kind].layout == "partial sum"):
             return False
         return not self.family.points[kind].per_layer or bool(self._having(kind))
 
     def layers_with(self, kind: str) -> list[int]:
-        """The layers that have a point kind; empty if the family has none."""
+        """Return the layers that have a point kind; empty if the family lacks it."""
         return self._layers_of.get(kind, [])
 
     def _having(self, kind: str) -> list[int]:
-        """The layers in which a point kind's site has a point."""
+        """Return the layers in which a point kind's site has a point."""
         elsewhere = self.family.points[kind].elsewhere
         return sorted({*self._layers_of[kind], *self._layers_of.get(elsewhere, ())})
 
     def taps(self, engine: Literal["transformers", "vllm"]) -> list[tuple[Point, Tap]]:
-        """Every point with its tap on an engine. Module paths contain the layer's number."""
+        """Return every point with its tap on an engine. Module paths contain the layer's number."""
         return [(point, self._tap(point, engine)) for point in self.points]
 
     def _tap(self, point: Point, engine: str) -> Tap:
@@ -362,13 +362,13 @@ class SiteMap:
         return msgspec.structs.replace(tap, module=tap.module.format(l=point.layer))
 
     def local(self) -> SiteMap:
-        """The map of one tensor-parallel worker, with its shard sizes. Point numbers stay the same."""
+        """Return the map for one tensor-parallel worker, with its shard sizes. Point numbers stay the same."""
         s, workers = self.sizes, self.tensor_parallel
         local = {"heads": s.heads // workers, "kv_heads": max(1, s.kv_heads // workers), "d_mlp": s.d_mlp // workers}
         return self if workers == 1 else SiteMap(self.family, msgspec.structs.replace(s, **local))
 
     def view(self, tap: Tap) -> View | None:
-        """The location of the point's columns in a tap's tensor; None if the tensor is the point."""
+        """Return the location of the point's columns in a tap's tensor; None if the tensor is the point."""
         if tap.by_head:
             return View(0, by_head=True)
         if tap.scale:
@@ -382,7 +382,7 @@ class SiteMap:
         return View(sum(sizes), sum(sizes[: tap.part]) // groups, groups, sizes[tap.part] // groups)
 
     def shard_count(self, point: int) -> int:
-        """The number of shards of a point's row among the workers of one pipeline stage."""
+        """Return the number of shards of a point's row across a pipeline stage's workers."""
         kind = self.family.points[self.points[point].kind]
         if kind.layout != "sharded":
             return 1
@@ -390,31 +390,31 @@ class SiteMap:
         return min(self.tensor_parallel, self.sizes.kv_heads) if kind.width == "K" else self.tensor_parallel
 
     def shard(self, point: int, rank: int) -> Shard:
-        """The shard of a point's row on a worker of one pipeline stage."""
+        """Return the shard of a point's row on a pipeline stage's worker `rank`."""
         shards = self.shard_count(point)
         number, size = rank * shards // self.tensor_parallel, self.points[point].width // shards
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def depth(self, point: int) -> int:
-        """A point's rank in the order of computation. Points of a layer share a rank, except the stream before it."""
+        """Return a point's rank in computation order. A layer's points share a rank, except the stream before it."""
         kind, layer = self.points[point].kind, self.points[point].layer
         if layer is None:
             return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)
         return 2 * layer if kind == "stream" else 2 * layer + 1
 
     def whole(self, ref: SiteRef) -> bool:
-        """True if one worker has all columns of a site ref and can sum over them."""
+        """True if one worker has all columns of a site ref, and can sum over them."""
         width, shards = self.points[ref.point].width, self.shard_count(ref.point)
         first, end = ref.columns or (0, width)
         return first * shards // width == (end - 1) * shards // width
 
     def lens_reads(self, point: int) -> bool:
-        """True if a lens can read a point: per layer, of the stream's width."""
+        """True if a lens can read a point: it is per layer and has the stream's width."""
         kind = self.points[point].kind
         return self.family.points[kind].width == "D" and (self.points[point].layer is not None or kind == "stream_end")
 
     def refs(self) -> list[SiteRef]:
-        """The refs of all sites of the model, without second indices."""
+        """Return the refs of all the model's sites, without second indices."""
         return [ref for name in self.names for ref in self.resolve(Site(name))]
 
     def dictionary(self, card: DictionaryCard, rows: Callable[[Sequence[int]], FeatureRows]) -> Dictionary:
@@ -437,12 +437,12 @@ class SiteMap:
         return ref
 
     def width(self, ref: SiteRef) -> int:
-        """The number of columns of a site ref."""
+        """Return a site ref's width in columns."""
         first, end = ref.columns or (0, self.points[ref.point].width)
         return end - first
 
     def part(self, ref: SiteRef, columns: int) -> SiteRef:
-        """The heads, neurons or experts at some columns of a site's row, packed as in `plan.bound`; 0: all."""
+        """Return the ref of the heads, neurons or experts at `columns`, packed as in `plan.bound`; 0: all."""
         parts = self.parts(ref.name)
         if not columns or parts is None:
             return ref
@@ -452,11 +452,11 @@ class SiteMap:
         return msgspec.structs.replace(ref, index=index, columns=(first, end))
 
     def parts(self, name: str) -> tuple[int, int] | None:
-        """The number of heads, neurons or experts in a site's row, and their width; None if it has no parts."""
+        """Return the number of heads, neurons or experts in a site's row, and their width; None without parts."""
         return self.sizes.parts(SPECS[name].width) if SPECS[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:
-        """The refs of a site, by layer. Raises `UnsupportedSite` if the model lacks the site, a layer or an index."""
+        """Return a site's refs, by layer. Raises `UnsupportedSite` if the model lacks the site, a layer or an index."""
         self._check_has(site.name)
         if not SPECS[site.name].layered:
             return [SiteRef(site.name, None, self._point(site.name, 0))]
@@ -464,7 +464,7 @@ class SiteMap:
         return [SiteRef(site.name, layer, self._point(site.name, layer), *of_row) for layer in self._layers(site)]
 
     def _check_has(self, name: str) -> None:
-        """Raise `UnsupportedSite` for a site this model lacks, or that was withdrawn."""
+        """Raise `UnsupportedSite` for a missing or withdrawn site."""
         if name in DERIVED and self.no_attention:
             raise UnsupportedSite(f"{name} is not available here: {self.no_attention}")
         if name in self.withdrawn:
@@ -483,7 +483,7 @@ class SiteMap:
         )
 
     def _columns(self, site: Site) -> tuple[int, int]:
-        """The columns (first, end) of a site's second index."""
+        """Return the columns (first, end) that a site's second index selects."""
         parts, index = self.parts(site.name), site.index
         assert parts is not None
         (count, size), kind = parts, SPECS[site.name].index
@@ -502,7 +502,7 @@ class SiteMap:
         return chosen.start * size, chosen.stop * size
 
     def _layers(self, site: Site) -> list[int]:
-        """The layers of a site on this model."""
+        """Return the layers that a site selects in this model."""
         index = site.layers
         kind, shift = self.family.sites[site.name]
         having = self._having(kind) if shift == 0 else list(range(self.layers))
@@ -536,11 +536,11 @@ class SiteMap:
         return self._number[kind, layer + shift]
 
     def label(self, point: int) -> str:
-        """A point's display name: the site of the earliest layer, `resid_post[3]` rather than `resid_pre[4]`."""
+        """Return a point's display name: its earliest layer's site, `resid_post[3]` rather than `resid_pre[4]`."""
         return self._labels[point][0]
 
     def labels(self, point: int) -> list[str]:
-        """All names of a point, those of the earliest layer first."""
+        """Return all names of a point, ascending by layer."""
         return self._labels[point]
 
     @functools.cached_property
@@ -554,7 +554,7 @@ class SiteMap:
         return labels
 
     def describe_point(self, point: int) -> str:
-        """A point's name with the modules of its taps: `mlp_in[0] (model.layers.0.mlp)`."""
+        """Return a point's name with its taps' modules: `mlp_in[0] (model.layers.0.mlp)`."""
         taps = [self._tap(self.points[point], engine) for engine in ("transformers", "vllm")]
         return f"{self.label(point)} ({' or '.join(dict.fromkeys(tap.module for tap in taps))})"
 

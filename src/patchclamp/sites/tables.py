@@ -1,10 +1,10 @@
 """Site tables, one per model family, with Transformers and vLLM side by side.
 
-A site table maps each named tensor of a model family to modules on both engines. A *point* is a tensor that can be read
-and written, or a pair of tensors that sum to the stream. A site is a point of its layer or of a later one:
-`resid_post[l]` and `resid_pre[l+1]` are one point.
+A site table maps a model family's named tensors to modules on both engines. A *point* is a tensor that can be read and
+written, or a pair of tensors that sum to the stream. A site is a point of its layer or of a later layer:
+`resid_post[l]` and `resid_pre[l+1]` are the same point.
 
-    D model width · V vocabulary · Q all query heads · K all key/value heads · Z all heads' results · M MLP width
+    D model width · V vocabulary · Q query heads · K key/value heads · Z heads' results · M MLP width
     X experts · l layer
 """
 
@@ -29,18 +29,18 @@ Layers = Literal["all", "attention", "recurrent", "mlp", "dense", "sparse"]
 class Tap(msgspec.Struct, frozen=True):
     """A tensor at a module's input or output.
 
-    module: its path, `{l}` a layer
-    moment: its input (`in`), its output (`out`), or of an attention layer the result (`attention`) that vLLM computes,
-        or the queries after rotary embedding (`query`)
+    module: the module's path, `{l}` a layer
+    moment: the module's input (`in`) or output (`out`); for attention layers also vLLM's result (`attention`) or the
+        queries after rotary embedding (`query`)
     hidden: the index of the positional argument, or the name of the keyword argument; for `out`, the tuple index
     residual: the same for the second tensor, if the engine carries the stream as a sum of two; None: no second tensor
-    of: the widths of several tensors packed side by side in this one; empty: not packed
-    part: the index of the point's tensor among them
-    mixed: True if they are packed per key/value head, next to the queries that use it
+    of: the widths of the tensors packed side by side in this tensor; empty: not packed
+    part: the index of the point's tensor among the packed ones
+    mixed: True if they are packed per key/value head, each next to its queries
     by_head: True if the tensor is [B, H, T, E]
     scale: a factor, or its config name; the site is the tensor times this factor
-    rerun: True if an edit reruns the module, since its other results depend on the tensor (a router's choice)
-    copied: True if the module gets a copy of its input, since another module reads the same tensor
+    rerun: True if an edit reruns the module because its other results depend on the tensor (a router's choice)
+    copied: True if the module gets a copy of its input because another module reads the same tensor
     """
 
     module: str
@@ -60,11 +60,11 @@ class PointKind(msgspec.Struct, frozen=True):
     """One kind of point, on both engines.
 
     transformers, vllm: its tap on each engine
-    width: the size of its rows
+    width: the row size
     layout: the layout of a row under tensor parallelism
-    per_layer: True if each layer has one; otherwise the model has one, such as the point after the last layer
-    rows: one for each token of a step, or only for those that are sampled from
-    layers: the kind of layers with it, or their numbers
+    per_layer: True if each layer has such a point; otherwise the model has one, such as the end of the stream
+    rows: one per token of a step, or one per sampled position
+    layers: the kind of layers that have it, or their indices
     elsewhere: the point kind its site resolves to in other layers
     """
 
@@ -78,11 +78,11 @@ class PointKind(msgspec.Struct, frozen=True):
     elsewhere: str = ""
 
 
-STREAM: dict[str, tuple[str, int]] = {  # sites without a point kind of that name: (kind, layers to shift by)
+STREAM: dict[str, tuple[str, int]] = {  # sites without a point kind of the same name: (kind, layer offset)
     "embed": ("stream", 0), "resid_pre": ("stream", 0), "resid_mid": ("mid", 0), "resid_post": ("stream", 1),
 }  # fmt: skip
 
-ROTATED = "rot_q"  # the point of queries after rotary embedding, from which attention patterns are computed
+ROTATED = "rot_q"  # the queries after rotary embedding, from which attention patterns are computed
 UNCHECKED = "the input of the first layer is more than a multiple of the token embedding"
 PARALLEL = "attention and MLP run in parallel on the stream before the layer"  # the reason in `lacks`
 
@@ -90,17 +90,17 @@ PARALLEL = "attention and MLP run in parallel on the stream before the layer"  #
 class Family(msgspec.Struct, frozen=True, dict=True):
     """Model classes that share one table.
 
-    points: point kinds by name, which is a site, or a name of the stream (`STREAM`)
-    lacks: the missing sites, and why
+    points: point kinds by name, a site's or one of the stream's (`STREAM`)
+    lacks: the missing sites, with the reason
     needs: required config settings; a string names another setting that holds the required value
     backend: True if vLLM runs it through its Transformers backend, which creates the modules of the vLLM taps
     tabled: False if the table was derived from a module tree rather than declared in `sites.tables`
-    divided_by: the config name of the number by which vLLM divides the stream in float16
+    divided_by: the config name of vLLM's divisor of the stream in float16
     gated: True if a gate multiplies attention's result, before `z`
-    both: True if each layer has attention and a state space in parallel, both added to the stream
-    afterwards: describes what follows the MLP, if a layer's end is not `resid_mid` + `mlp_out`
-    unchecked: why `embed` is more than a multiple of the token embedding, so self-checks cannot compare them; "" if it
-        is not
+    both: True if each layer has attention and a state space in parallel, each added to the stream
+    afterwards: the operations after the MLP, in words, if a layer's end is not `resid_mid` + `mlp_out`
+    unchecked: the reason why self-checks cannot compare `embed` with the token embedding (it is more than a multiple
+        of it); "" if they can
     """
 
     name: str
@@ -120,7 +120,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
         points = dict[str, PointKind]()
         for name, kind in self.points.items():
             if name == "z" and kind.vllm.moment == "attention":
-                module = kind.transformers.module.rpartition(".")[0]  # of the output projection
+                module = kind.transformers.module.rpartition(".")[0]  # the output projection
                 taps = {"transformers": Tap(module, "query"), "vllm": Tap(kind.vllm.module, "query")}
                 points[ROTATED] = msgspec.structs.replace(kind, **taps, width="Q")
             points |= {name: kind} if name != ROTATED else {}
@@ -128,12 +128,12 @@ class Family(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def parallel(self) -> bool:
-        """True if a layer's attention and MLP read the same stream, in parallel."""
+        """True if a layer's attention and MLP run in parallel, on the same stream."""
         return self.lacks.get("resid_mid") == PARALLEL
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
-        """Its sites, each with its point kind and the layer offset of its point."""
+        """The family's sites, each with its point kind and its point's layer offset."""
         kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
         kinds |= dict.fromkeys(DERIVED, (ROTATED, 0))
         return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
@@ -165,13 +165,13 @@ def sharded(transformers: Tap, vllm: Tap | None = None, width: Size = "Q", **res
 
 
 def results(o_proj: str, attention: str) -> PointKind:
-    """The heads' results: the output projection's input; on vLLM, the attention layer's result."""
+    """Make the point kind of the heads' results: the output projection's input; on vLLM, the attention's result."""
     return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
 
 
 def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKind]:
-    """Queries, keys or values, selected by `words`: on Transformers each is the output of its own projection (`{w}` is
-    the word), on vLLM a part of the output of a merged projection."""
+    """Make the point kinds `words` among queries, keys and values: on Transformers each is the output of a separate
+    projection (`{w}` is the word), on vLLM a part of a merged projection's output."""
     return {
         word: sharded(Tap(transformers.format(w=word, l="{l}"), "out"), Tap(vllm, "out", of=QKV, part=part), width)
         for part, (word, width) in enumerate(PARTS)
@@ -182,8 +182,8 @@ def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKin
 def merged(
     module: str, transformers: str | None = None, mixed: bool = False, regrouped: bool = False
 ) -> dict[str, PointKind]:
-    """Queries, keys and values, packed in the output of one projection on both engines: `mixed` within each head, or
-    mixed on Transformers alone if vLLM has `regrouped` them."""
+    """Make the point kinds of queries, keys and values packed in one projection's output on both engines: `mixed`
+    within each head, or mixed only on Transformers if vLLM has `regrouped` them."""
 
     def tap(module: str, part: int, mixed: bool) -> Tap:
         return Tap(module, "out", of=QKV, part=part, mixed=mixed)
@@ -195,7 +195,7 @@ def merged(
 
 
 def end(transformers: str, vllm: str | None = None, pair: bool = False) -> dict[str, PointKind]:
-    """The stream after the last layer, the result of its norm, and the logits."""
+    """Make the point kinds of the stream after the last layer, the final norm's result, and the logits."""
     vllm = vllm or transformers
     return {
         "stream_end": kind(Tap(transformers, "in"), Tap(vllm, "in", 0, 1 if pair else None), per_layer=False),
@@ -207,15 +207,15 @@ def end(transformers: str, vllm: str | None = None, pair: bool = False) -> dict[
 def without(
     family: Family, name: str, architectures: str, why: dict[str, str], fields: Any = None, **points: PointKind
 ) -> Family:
-    """Derive a family from another: change some `points` and remove the sites in `why`. `fields`: other fields of
-    `Family`, which are not inherited."""
+    """Derive a family from another: replace `points` and remove the sites in `why`. `fields`: other fields of `Family`,
+    which are not inherited."""
     gone = {STREAM.get(word, (word, 0))[0] for word in why} - set(points)
     kinds = {name: kind for name, kind in (family.points | points).items() if name not in gone}
     return Family(name, tuple(architectures.split()), kinds, why, **(fields or {}))
 
 
 def in_attention_layers(points: dict[str, PointKind]) -> dict[str, PointKind]:
-    """Restrict attention's points to its layers, for a family with attention in some layers only."""
+    """Restrict attention's points to attention layers, for families where only some layers have attention."""
     return {
         word: msgspec.structs.replace(kind, layers="attention")
         for word, kind in points.items()
@@ -224,7 +224,7 @@ def in_attention_layers(points: dict[str, PointKind]) -> dict[str, PointKind]:
 
 
 def recurrent(tap: Tap, vllm: Tap | None = None) -> PointKind:
-    """The output of a state space or linear attention, in the layers with such a mixer."""
+    """Make the point kind of a recurrent mixer's output (a state space or linear attention), in its layers."""
     return kind(tap, vllm, layers="recurrent", elsewhere="attn_out")
 
 
@@ -254,7 +254,7 @@ NORMED = {
 }
 QWEN3 = without(LLAMA, "qwen3", "Qwen3ForCausalLM", NO_EXPERTS, **NORMED)
 PHI3 = without(LLAMA, "phi3", "Phi3ForCausalLM", NO_EXPERTS, **merged(ATTENTION + ".qkv_proj"))
-# Attention and MLP have a norm before and one after; the output of the second is added to the stream.
+# Attention and MLP have a norm before and after; the second norm's output is added to the stream.
 GEMMA2 = without(
     LLAMA, "gemma2", "Gemma2ForCausalLM", NO_EXPERTS,
     mid=kind(Tap(L + ".pre_feedforward_layernorm", "in"), Tap(L + ".pre_feedforward_layernorm", "in", 0, 1)),
@@ -272,7 +272,7 @@ _GEMMA4 = NO_EXPERTS | dict.fromkeys("qkvz", _UNLIKE)
 
 
 def _gemma4(name: str, lacks: dict[str, str], needs: dict[str, Any], **points: PointKind) -> Family:
-    """A Gemma 4 table. A layer ends with a per-layer embedding (smaller models) and a factor for the whole stream."""
+    """Make a Gemma 4 table. A layer ends with a per-layer embedding (smaller models) and a factor for the stream."""
     return without(
         GEMMA2, name, "Gemma4ForCausalLM", lacks, **points, stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
         mid=same(L + ".pre_feedforward_layernorm", "in"), **end(NORM),
@@ -512,7 +512,7 @@ _PRE_FF = L + ".pre_ff_layernorm"
 
 
 def _feed_forward(**rest: Any) -> dict[str, PointKind]:
-    """The points of an MLP named `feed_forward`."""
+    """Make the point kinds of an MLP named `feed_forward`."""
     return {
         "mlp_in": same(_PRE_FF),
         "neurons": sharded(Tap(_FORWARD + ".down_proj", "in"), width="M", **rest),
@@ -578,7 +578,7 @@ MAMBA2 = Family(
     lacks=dict.fromkeys(("attn_in", "q", "k", "v", "z", "attn_out"), "no layer has attention")
     | dict.fromkeys(_MLP_SITES, "its layers have no MLP"),
 )
-# Attention and a state space read the normed stream, each times its own factor, and both add to it
+# Attention and a state space read the normed stream, each times its own factor, and add to the stream
 FALCON_H1 = without(
     LLAMA, "falcon_h1", "FalconH1ForCausalLM", _NO_ROUTER, **_feed_forward(), **end("model.final_layernorm"),
     stream=kind(Tap(L, "in"), Tap(L, "in", "hidden_states")), mid=same(_PRE_FF, "in"),
@@ -617,11 +617,11 @@ FAMILIES: tuple[Family, ...] = (
 
 
 class Decoder(NamedTuple):
-    """The text decoder of a multimodal model class.
+    """Text decoder of a multimodal model class.
 
-    model_type: `model_type` of the decoder's config
-    architecture: the class of a text model with the same table
-    below: the path of its base model on Transformers
+    model_type: the `model_type` in the decoder's config
+    architecture: a text model class with the same table
+    below: the path of the decoder's base model on Transformers
     """
 
     model_type: str
@@ -645,7 +645,7 @@ DECODERS: dict[str, Decoder] = {
 
 
 def is_listed(architectures: Sequence[str]) -> bool:
-    """True if a table lists one of these classes, even if the config does not meet its needs."""
+    """True if a table lists one of these classes, even if the config does not meet the family's needs."""
     return any(set(family.architectures) & set(architectures) for family in FAMILIES)
 
 
@@ -658,10 +658,10 @@ def has_table(architectures: Sequence[str] | None, config: Any = None) -> bool:
 
 
 def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family:
-    """The family whose table lists one of a config's `architectures`. For a multimodal model, both config and family
+    """Return the family that lists one of a config's `architectures`. For a multimodal model, both config and family
     are its decoder's.
 
-    Raises `ModelError` if no table lists any of them, or if the config does not meet the family's `needs`.
+    Raises `ModelError` if no family lists any of them, or if the config does not meet the family's `needs`.
     """
     families = [family for family in FAMILIES if set(family.architectures) & set(architectures or ())]
     unmet = [_unmet(family, config) for family in families]
@@ -678,7 +678,7 @@ def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family
 
 
 def _unmet(family: Family, config: Any) -> str:
-    """The first of the family's needs that a config does not meet, as an error message; "" if it meets all."""
+    """Return an error message for the first of the family's needs that a config does not meet; "" if it meets all."""
     for name, needed in family.needs.items():
         right = getattr(config, needed, None) if isinstance(needed, str) else needed
         if config is not None and getattr(config, name, right) != right:
@@ -687,7 +687,7 @@ def _unmet(family: Family, config: Any) -> str:
 
 
 def within(decoder: Decoder, family: Family, architecture: str) -> Family:
-    """A text model's site table for a decoder, with module paths rebased onto its multimodal model."""
+    """Rebase a text model's site table onto the multimodal model of a decoder."""
     beside = decoder.below.removesuffix("model") if decoder.below.endswith(".model") else ""  # prefix of `lm_head`
 
     def moved(tap: Tap, below: str) -> Tap:

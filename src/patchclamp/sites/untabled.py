@@ -1,12 +1,12 @@
-"""Derive a site table for a decoder without one, from one run of its modules on meta tensors.
+"""Derive a site table for an unlisted decoder, from one run of its modules on meta tensors.
 
 The modules are built from the config, without weights, so every process derives the same table. Uncertain sites are
 omitted; the others are proved on the live model.
 
 1. `Recorder` records the run: the dataflow between values, and the arguments and results of every module call.
-2. `Flow` finds the stream. A layer is called with the stream, or with two tensors whose sum it is. The layer's gain is
-   the next layer's stream, as a sum, minus its own. Each term of a gain is looked up among the results of its modules.
-3. `places` finds the sites, as plain data that any process can use; `untabled` makes the table.
+2. `Flow` finds the stream. A layer's arguments are the stream, or two tensors that sum to it. The layer's gain is the
+   next layer's stream, as a sum, minus its own. Each term of a gain is looked up among the results of its modules.
+3. `places` finds the sites, as plain data for any process; `untabled` makes the table.
 
     T tokens of the run · D model width · l layer
 """
@@ -42,9 +42,9 @@ ATTENTION_NAME = re.compile(r"att(ention|n)")
 
 
 class Value(msgspec.Struct):
-    """The content of a tensor.
+    """A tensor's content.
 
-    op, of: the op that computed it, and its inputs; `add` and `scale` (by `factor`) are arithmetic
+    op, of: the op that computed it, and the op's inputs; `add` and `scale` (by `factor`) are arithmetic
     path: the innermost module that computed it
     """
 
@@ -56,11 +56,11 @@ class Value(msgspec.Struct):
 
 
 class ModuleCall(msgspec.Struct):
-    """A call of a module.
+    """A module call.
 
     given, result: its tensor arguments and results, as values
-    shapes, result_shapes: their shapes
-    begin, end: the number of values before and after
+    shapes, result_shapes: the shapes of both
+    begin, end: the number of values before and after the call
     """
 
     path: str
@@ -88,8 +88,8 @@ class Record(msgspec.Struct, dict=True):
     """The record of one run.
 
     kinds: each module's class names (`kinds_of`)
-    ids: the token ids' value
-    guessed: modules that failed on meta tensors, and why; assumed to return a tensor like their first argument
+    ids: the value of the token ids
+    guessed: modules that failed on meta tensors, with the error; assumed to return a tensor like their first argument
     """
 
     kinds: dict[str, str]
@@ -131,7 +131,7 @@ class Record(msgspec.Struct, dict=True):
         return "norm" in path.rpartition(".")[2] or "norm" in self.kinds[path]
 
     def sources(self, number: int) -> set[int]:
-        """A value and all values that it was computed from."""
+        """Return a value and all values that it was computed from."""
         waiting, seen = [number], set()
         while waiting:
             at = waiting.pop()
@@ -145,16 +145,16 @@ class Record(msgspec.Struct, dict=True):
 
 
 class NotFound(Exception):
-    """Raised if a site or the stream was not found; the message is the reason."""
+    """A site or the stream was not found; the message is the reason."""
 
 
 class Flow:
     """The stream of a record.
 
     layers: the path of the list of layers
-    keys: the arguments that carry the stream
+    keys: a layer's arguments that carry the stream
     adds: True if layers only add to the stream
-    end, end_keys: the call that takes the stream after the last layer, and the arguments that carry it
+    end, end_keys: the call that takes the stream after the last layer, and its arguments that carry the stream
     gains: the sum that each layer adds
     """
 
@@ -166,7 +166,7 @@ class Flow:
         self.gains: list[Sum] = [self._gains(layer) for layer in range(count)]
 
     def _list_of_layers(self) -> str:
-        """The path of the only list with one module per layer, each called once."""
+        """Return the path of the only list with one module per layer, each called once."""
         record, lists = self.record, {}
         for path, kinds in record.kinds.items():
             if "modulelist" in kinds.split() and not any(path.startswith(f"{outer}.") for outer in lists):
@@ -184,7 +184,7 @@ class Flow:
         return fitting[0]
 
     def wide(self, call: ModuleCall) -> dict[Key, int]:
-        """A call's arguments that are rows [T, D]."""
+        """Return a call's arguments that are rows [T, D]."""
         return {key: value for key, value in call.given.items() if call.takes(key, self.width, self.tokens)}
 
     def _stream(self) -> tuple[tuple[Key, ...], ModuleCall, tuple[Key, ...], bool]:
@@ -210,23 +210,23 @@ class Flow:
         )
 
     def _last_norms(self) -> Iterator[tuple[ModuleCall, tuple[Key, ...]]]:
-        """The calls of norms after the last layer."""
+        """Yield the calls of norms after the last layer."""
         for call, keys in self.calls_with_sums(self.calls[-1].end, len(self.record.values)):
             if self.record.is_norm(call.path):
                 yield call, keys
 
     def carried(self, layer: int, keys: tuple[Key, ...] | None = None) -> list[int]:
-        """The values whose sum is the stream before a layer."""
+        """Return the values whose sum is the stream before a layer."""
         given = self.calls[layer].given
         return [given[key] for key in (self.keys if keys is None else keys) if key in given]
 
     def _is_kept(self, before: list[int], after: list[int]) -> bool:
-        """True if a stream is an earlier one plus other terms."""
+        """True if stream `after` is stream `before` plus other terms."""
         total = self.total(after, frozenset(before))
         return bool(before) and all(total.get(value) == 1 for value in before)
 
     def calls_with_sums(self, begin: int, end: int) -> Iterator[tuple[ModuleCall, tuple[Key, ...]]]:
-        """The calls in a part of the run, each with every set of arguments whose sum may be the stream."""
+        """Yield the calls in a part of the run, each with every set of arguments whose sum may be the stream."""
         for call in self.record.calls:
             if begin <= call.begin and call.end <= end:
                 wide = list(self.wide(call))
@@ -235,7 +235,7 @@ class Flow:
                         yield call, keys
 
     def unread(self, value: int, until: int) -> bool:
-        """True if nothing was computed from a value before time `until`."""
+        """True if no value before `until` was computed from `value`."""
         return not any(reader < until for reader in self.record.readers.get(value, ()))
 
     # -- sums
@@ -257,7 +257,7 @@ class Flow:
         return {term: factor * value.factor for term, factor in self.total(value.of, terms).items()}
 
     def _reaches(self, number: int, terms: frozenset[int]) -> bool:
-        """True if a value is a sum that contains a term."""
+        """True if a value is a sum that contains one of `terms`."""
         waiting, seen = [number], set()
         first = min(terms, default=-1)
         while waiting:
@@ -270,14 +270,14 @@ class Flow:
         return False
 
     def _gains(self, layer: int) -> Sum:
-        """The terms that a layer adds to the stream."""
+        """Return the terms that a layer adds to the stream."""
         before = self.carried(layer)
         after = self.carried(layer + 1) if layer + 1 < self.count else [self.end.given[key] for key in self.end_keys]
         total = self.total(after, frozenset(before))
         return {term: factor for term, factor in total.items() if term not in before}
 
     def part_of(self, layer: int, term: int) -> str:
-        """The part of a layer that computes a term: "attention", "mixer" (any other mixer of tokens) or "mlp"."""
+        """Return the part of a layer that computes a term: "attention", "mixer" (any other token mixer) or "mlp"."""
         terms, waiting, seen, names = frozenset(self.carried(layer)), [term], set(), set()
         while waiting:
             number = waiting.pop()
@@ -295,7 +295,7 @@ class Flow:
 
 
 def _upwards(path: str, above: str) -> Iterator[str]:
-    """The paths of a module and of its parents below `above`, innermost first."""
+    """Yield the paths of a module and its parents below `above`, innermost first."""
     while path.startswith(f"{above}."):
         yield path
         path = path.rpartition(".")[0]
@@ -305,14 +305,14 @@ ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 ATTENTION_END = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 MLP = ("mlp", "feed_forward", "ffn")
 MLP_END = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "fc_out", "w2")
-WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # sites whose rows are not D wide
+WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # sites with a row width other than D
 
 
 class FoundTensor(msgspec.Struct, frozen=True):
     """A tensor at a module's input or output, in each of `layers` (`{l}` in the path), or once (None).
 
-    keys: the arguments that sum to it, or the result's item
-    factor: multiplies the tensor before it is added to the stream
+    keys: the arguments that sum to it, or the index of the result's item
+    factor: the tensor's factor when it is added to the stream
     """
 
     path: str
@@ -330,9 +330,9 @@ class FoundTensor(msgspec.Struct, frozen=True):
 class Places(msgspec.Struct, frozen=True):
     """The sites found in a model.
 
-    architecture: its class
-    spots: by name of the point kind
-    lacks: the sites not found, and why
+    architecture: the model's class
+    spots: tensors by point kind
+    lacks: the sites not found, with the reason
     unchecked: as in `Family`
     """
 
@@ -343,14 +343,14 @@ class Places(msgspec.Struct, frozen=True):
 
 
 def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Places:
-    """Find the sites in a record of a run of `tokens` tokens. Raises `NotFound` if there is no stream."""
+    """Find the sites in the record of a run on `tokens` tokens. Raises `NotFound` if it has no stream."""
     flow = Flow(record, sizes.layers, sizes.d_model, tokens)
     spots = {
         "stream": FoundTensor(flow.layers + ".{l}", "in", flow.keys, tuple(range(flow.count))),
         "stream_end": FoundTensor(flow.end.path, "in", flow.end_keys),
     }
     lacks: dict[str, str] = {}
-    finders: dict[str, Callable[[], FoundTensor | None]] = {  # they return None for a tensor that is the stream
+    finders: dict[str, Callable[[], FoundTensor | None]] = {  # both return None if the tensor is the stream
         "final_norm": lambda: _final_norm(flow),
         "embed": lambda: _embed(flow),
         "attn_out": lambda: _added(flow, "attention"),
@@ -376,7 +376,7 @@ def _final_norm(flow: Flow) -> FoundTensor:
 
 
 def _embed(flow: Flow) -> FoundTensor | None:
-    """The token embedding's result; None if it is the first layer's stream."""
+    """Find the token embedding's result; None if it is the first layer's stream."""
     record = flow.record
     before = [call for call in record.calls if call.end <= flow.calls[0].begin]
     returning = [call for call in before if call.returns(0, flow.width, flow.tokens)]
@@ -405,7 +405,7 @@ def _changes_embedding(flow: Flow, embed: FoundTensor | None) -> bool:
 
 
 def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
-    """The terms a part of each layer adds to the stream, with their factors, by layer."""
+    """Return the terms that a part of each layer adds to the stream, with their factors, by layer."""
     return {
         layer: [(term, factor) for term, factor in gains.items() if flow.part_of(layer, term) == part]
         for layer, gains in enumerate(flow.gains)
@@ -413,7 +413,7 @@ def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
 
 
 def _added(flow: Flow, part: str) -> FoundTensor:
-    """The result of attention, or of the MLP, as added to the stream."""
+    """Find the result of a layer's part, as added to the stream."""
     if not flow.adds:
         raise NotFound("its layers do more to the stream than add to it")
     terms = {layer: found for layer, found in _terms(flow, part).items() if found}
@@ -426,7 +426,7 @@ def _added(flow: Flow, part: str) -> FoundTensor:
 
 
 def _returning(flow: Flow, layer: int, term: int, factor: float) -> FoundTensor:
-    """The outermost module of a layer that returns a term before it is read."""
+    """Find the outermost module of a layer that returns a term before the term is read."""
     inside = f"{flow.layers}.{layer}."
     for call, item in flow.record.returned.get(term, ()):
         if call.path.startswith(inside) and flow.unread(term, call.end):
@@ -436,7 +436,7 @@ def _returning(flow: Flow, layer: int, term: int, factor: float) -> FoundTensor:
 
 
 def _mid(flow: Flow) -> FoundTensor:
-    """The stream between attention and MLP."""
+    """Find the stream between attention and MLP."""
     if not flow.adds:
         raise NotFound("its layers do more to the stream than add to it")
     mlp = {layer: {term for term, _ in terms} for layer, terms in _terms(flow, "mlp").items()}
@@ -447,7 +447,7 @@ def _mid(flow: Flow) -> FoundTensor:
 
 
 def _taking(flow: Flow, layer: int, mlp: set[int]) -> FoundTensor:
-    """The first module of a layer that takes the layer's final stream minus the MLP's terms."""
+    """Find the first module of a layer that takes the layer's final stream minus the MLP's terms."""
     inside, call, before = f"{flow.layers}.{layer}.", flow.calls[layer], flow.carried(layer)
     wanted = dict.fromkeys(before, 1.0) | {term: by for term, by in flow.gains[layer].items() if term not in mlp}
     for inner, keys in flow.calls_with_sums(call.begin, call.end):
@@ -461,7 +461,7 @@ def _taking(flow: Flow, layer: int, mlp: set[int]) -> FoundTensor:
 
 
 def _alike(spots: list[FoundTensor], layers: tuple[int, ...]) -> FoundTensor:
-    """Merge the spots of several layers into one. Raises `NotFound` if they differ."""
+    """Merge equal tensors of several layers. Raises `NotFound` if they differ."""
     if len(set(spots)) > 1:
         differing = ", ".join(sorted({spot.path for spot in spots}))
         raise NotFound(f"its module or factor differs between layers: {differing}")
@@ -469,8 +469,8 @@ def _alike(spots: list[FoundTensor], layers: tuple[int, ...]) -> FoundTensor:
 
 
 def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) -> FoundTensor:
-    """The input of the last projection in a layer's module with one of these `names`. That module may only wrap another
-    one with such a name, like EXAONE's `attn.attention`."""
+    """Find the input of the last projection in a layer's module with one of these `names`. That module may be a mere
+    wrapper of another with such a name, like EXAONE's `attn.attention`."""
     path = flow.layers + ".{l}"
     holding = [layer for layer in range(flow.count) if set(names) & set(flow.record.children(path.format(l=layer)))]
     layers = holding or list(range(flow.count))
@@ -485,17 +485,17 @@ def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) 
 
 
 def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) -> str:
-    """The one child, among some names, that a module has in every layer."""
+    """Return the only one of `names` that is a module's child in every layer."""
     children = {layer: flow.record.children(path.format(l=layer)) for layer in layers}
     shared = [name for name in names if all(name in of_layer for of_layer in children.values())]
     if len(shared) != 1:
         layer = next((layer for layer in layers if not {*names} & {*children[layer]}), layers[0])
-        raise NotFound(f"expected one of {', '.join(names)} in every {path}; {layer} has {', '.join(children[layer])}")
+        raise NotFound(f"expected one of {', '.join(names)} in {path}; layer {layer} has {', '.join(children[layer])}")
     return shared[0]
 
 
 def _check_taken(flow: Flow, path: str, width: int) -> None:
-    """Raise `NotFound` unless a module was called once, with rows [T, width] that no norm returned."""
+    """Raise `NotFound` unless a module was called once, on rows [T, width] that no norm returned."""
     calls, record = flow.record.by_path.get(path, []), flow.record
     taken = calls[0].given.get(0) if len(calls) == 1 else None
     if taken is None or not calls[0].takes(0, width, flow.tokens):
@@ -506,14 +506,14 @@ def _check_taken(flow: Flow, path: str, width: int) -> None:
             raise NotFound(f"the input of {path} is normed by {call.path}")
 
 
-# Ops whose result has the content of their first argument, if it has as many elements
+# Ops whose result has the content of their first argument if both have as many elements
 SAME = {"_reshape_alias", "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "lift_fresh",
         "permute", "reshape", "select", "slice", "squeeze", "transpose", "unsqueeze", "view"}  # fmt: skip
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records ops and module calls. Tensors are the same value if they are copies, or share memory
-    not written in between."""
+    """Dispatch mode that records ops and module calls. Tensors have the same value if they are copies, or share memory
+    that is not written in between."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -523,7 +523,7 @@ class Recorder(TorchDispatchMode):
         self._under: list[ModuleCall] = []
 
     def value(self, tensor: torch.Tensor) -> int:
-        """The current value of a tensor; a new one if no recorded op made it."""
+        """Return a tensor's current value; create one if no recorded op made the tensor."""
         place = _place(tensor)
         if place not in self._at:
             self._make(tensor, "given", ())
@@ -579,8 +579,8 @@ class Recorder(TorchDispatchMode):
         call.end = len(self.record.values)
 
     def guessed(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return a module's result. If it fails on meta tensors, a tensor like its first argument, computed from
-        all."""
+        """Return a module's result. If it fails on meta tensors, return a tensor like its first argument, computed
+        from all arguments."""
         depth, calls = len(self._under), len(self.record.calls)
         try:
             return forward(*args, **kwargs)
@@ -596,7 +596,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record_of(net: nn.Module, sizes: Sizes, ids: torch.Tensor, run: Callable[[], Any]) -> Record:
-    """Record a model's run on token ids. Modules within its layers may fail on meta tensors."""
+    """Record a model's run on token ids. Modules in its layers may fail on meta tensors."""
     modules = dict(net.named_modules())
     recorder = Recorder(modules)
     lists = [path for path, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == sizes.layers]
@@ -617,7 +617,7 @@ def record_of(net: nn.Module, sizes: Sizes, ids: torch.Tensor, run: Callable[[],
 
 
 def kinds_of(module: nn.Module) -> str:
-    """The names of a module's class and its base classes, in lower case."""
+    """Return the names of a module's class and base classes, in lower case."""
     return " ".join(kind.__name__ for kind in type(module).__mro__).lower()
 
 
@@ -630,7 +630,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
-    """The tensor arguments that an op writes to."""
+    """Return the tensor arguments that an op writes to."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
@@ -639,7 +639,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
 def _arithmetic(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], of: tuple[int, ...], tensors: list[torch.Tensor]
 ) -> tuple[str, tuple[int, ...], float]:
-    """Normalize an op to `add` of two values or `scale` of one by a factor; other ops keep their name."""
+    """Normalize an op: `add` sums two values, `scale` multiplies one by a factor; other ops keep their name."""
     name = name.rstrip("_")
     numbers = [value for value in args if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if name == "add" and len(tensors) == 2 and tensors[0].numel() == tensors[1].numel():
@@ -692,8 +692,8 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
 
 
 def family_of_places(name: str, config: Any, transformers: Places | None, vllm: Places, sizes: Sizes) -> Family:
-    """Make the table from the sites found in vLLM's and in Transformers' class. A site found only in vLLM's uses its
-    module for both engines, since its name is usually the checkpoint's."""
+    """Make the table from the sites found in vLLM's and in Transformers' class. A site found only in vLLM's class uses
+    its module path on both engines: vLLM usually keeps the checkpoint's names."""
     points = {"logits": LOGITS}
     for kind, spot in vllm.spots.items():
         theirs = spot if transformers is None else transformers.spots.get(kind, spot)
@@ -711,7 +711,7 @@ def family_of_places(name: str, config: Any, transformers: Places | None, vllm: 
 
 
 def no_text_model(architectures: Sequence[str]) -> ModelError:
-    """The error for a config whose text decoder is one part of the model."""
+    """Return the error for a config whose text decoder is only a part of the model."""
     return ModelError(
         f"no site table for {list(architectures)}, and none can be derived for a multimodal model. Multimodal models "
         f"with a table: {', '.join(DECODERS)}; many families also have text-only checkpoints"
@@ -719,7 +719,7 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
 
 
 def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, str]:
-    """The sites found in a config's Transformers class, and the path of its base model."""
+    """Find the sites in a config's Transformers class. Returns them and the path of its base model."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), torch.no_grad():
@@ -741,8 +741,8 @@ def refuse(architecture: str, why: str) -> ModelError:
 
 
 def _record(net: Any, sizes: Sizes) -> Record:
-    """The record of a run of a model on meta tensors."""
-    # if mask and positions are given, most models never read their values, which meta tensors do not have
+    """Record a model's run on meta tensors."""
+    # given mask and positions, most models read no tensor values, which meta tensors lack
     masked = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
     failed: Exception | None = None
     for options, dtype in itertools.product((masked, {}), (torch.bfloat16, torch.float32)):

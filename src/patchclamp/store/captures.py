@@ -1,6 +1,6 @@
 """Captured rows, stored as the kernel wrote them, in chunks of many steps. A fetch views one chunk or gathers several.
 
-S steps of a chunk · W width of a point · T positions
+S steps of a chunk · W point width · T positions
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
 from patchclamp.store.tensors import PROBE, CapturedEntry, CaptureSource
 
 ALIGNED = 16  # byte alignment of regions
-MIN_VIEW_BYTES = 1 << 16  # less is copied, since a view keeps the memory of a whole chunk
+MIN_VIEW_BYTES = 1 << 16  # smaller reads are copied, since a view keeps a whole chunk's memory
 SPARSE_TURNS = 8  # turns after which a chunk shrinks if less than half of it is kept
-MAX_SPARSE_BYTES = 1 << 31  # per step, of such chunks; beyond this they shrink at once
-MAX_UNCOUNTED = 8  # chunks whose `live_bytes` are not computed yet
+MAX_SPARSE_BYTES = 1 << 31  # total bytes per step of such chunks; above it they shrink at once
+MAX_UNCOUNTED = 8  # chunks with `live_bytes` still uncounted
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
 NONE = np.zeros(0, np.int64)
 ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
 
 
 class BufferSlice(msgspec.Struct):
-    """The bytes of consecutive steps, contiguous in a block from `offset` on."""
+    """Bytes of consecutive steps, contiguous in a block from `offset` on."""
 
     block: HostBlock
     offset: int
@@ -46,15 +46,15 @@ class BufferSlice(msgspec.Struct):
         return True
 
     def cut(self, begin: int, end: int, stride: int) -> np.ndarray:
-        """The bytes begin … end−1 of each step of `stride`, [S, end − begin], as a view."""
+        """Return a view of bytes begin … end−1 of each step of `stride` bytes, [S, end − begin]."""
         assert self.block.data is not None
         data = self.block.data.numpy()[self.offset : self.offset + self.steps * stride]
         return data.reshape(self.steps, stride)[:, begin:end]
 
 
 class ScatteredSlices(msgspec.Struct):
-    """One step's bytes in several blocks. Each of `parts` is (begin, end, block, offset): the step's bytes begin …
-    end−1 are in the block from `offset` on. The first part that contains a byte wins."""
+    """One step's bytes in several blocks. Each part is (begin, end, block, offset): the step's bytes begin … end−1 are
+    in the block from `offset` on. The first part that contains a byte wins."""
 
     parts: list[tuple[int, int, HostBlock, int]]
     steps: int = 1
@@ -76,7 +76,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
     """Rows of consecutive steps with the same layout: `places` holds `stride` bytes per step, `source` maps them to
     runs.
 
-    `live_bytes`: the part of `stride` that belongs to runs that are still kept, once it has been counted
+    `live_bytes`: the bytes of a step that belong to kept runs, once counted
     """
 
     places: list[BufferSlice | ScatteredSlices]
@@ -90,7 +90,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
     @functools.cached_property
     def table(self) -> np.ndarray:
-        """Every captured range at every point, in order of run numbers."""
+        """Every captured range at every point, ascending by run number."""
         return self.source.table()
 
     @functools.cached_property
@@ -99,8 +99,8 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return _split_by_run(self.table)
 
     def gather(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """The rows of entries with equal row size and alignment: each row's entry index and position, and the bytes of
-        all rows in pieces, [S, n] per place; views if the rows are contiguous."""
+        """Gather the rows of entries with equal row size and alignment. Returns each row's entry index and position,
+        and all rows' bytes in pieces, [S, n] per place; views if the rows are contiguous."""
         count, size = table["count"].astype(np.int64), int(table["row_bytes"][0])
         rows, begin, pieces = int(count.sum()), int(table["offset"][0]), list[np.ndarray]()
         nth = np.arange(rows) - np.repeat(np.cumsum(count) - count, count)
@@ -121,7 +121,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return {}
 
     def captured(self, run: int, point: int, op: int | None) -> list[CapturedEntry]:
-        """A run's entries at a point: those of one op, or of every op that captures the site (None)."""
+        """Return a run's entries at a point: one op's, or all ops' that capture the site (None)."""
         if run not in self._by_point:
             by_point = self._by_point[run] = collections.defaultdict(list)
             for row in self._table_of_run[run].tolist():
@@ -149,11 +149,11 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
             self.places.append(place)
 
     def rows(self, entry: CapturedEntry, first: int, known: dict[Any, np.ndarray]) -> StoredRows:
-        """An entry's rows as views, [S, size] per place, skipping places that end before position `first`. `known`: the
-        positions of entries read before, for reuse."""
+        """View an entry's rows, [S, size] per place, skipping places that end before position `first`. `known` caches
+        positions across entries."""
         begin, end, count = entry.offset, entry.offset + entry.count * entry.row_bytes, entry.count
         steps, number = self.steps, 0 if first <= entry.position else len(self.places)
-        before = steps if number else 0  # steps of the places left out
+        before = steps if number else 0  # steps of the skipped places
         while number and before > max(first - entry.position - count + 1, 0):
             number -= 1
             before -= self.places[number].steps
@@ -165,9 +165,9 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return StoredRows(known[key], parts, _TORCH[entry.dtype], _width_of(entry))
 
     def shrink(self, runs: list[int]) -> None:
-        """Move the rows of some runs to new memory, and drop the others."""
+        """Move the rows of `runs` to new memory, and drop all others."""
         table = np.concatenate([self._table_of_run[run] for run in sorted(runs)])
-        # one `np.take` moves all rows of one size and alignment, which covers nearly all decode steps
+        # one `np.take` moves all rows of one size and alignment, so one or two suffice for most decode steps
         shape = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"]])
         _, shape_of_entry = np.unique(shape, axis=1, return_inverse=True)
         order = np.argsort(shape_of_entry.reshape(-1), kind="stable")
@@ -220,7 +220,7 @@ def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride
 
 
 class KeptRun(msgspec.Struct):
-    """A run's number, and the turns `since` … `until` − 1 (None: now) in which it may have captured."""
+    """A run's number, and the turns `since` … `until` − 1 (None: still open) in which it may have captured."""
 
     number: int
     since: int
@@ -228,25 +228,24 @@ class KeptRun(msgspec.Struct):
 
 
 class CaptureStore:
-    """Captured rows of every run that has not been released. `widths` [P]: the row width of each point. `flush` returns
-    once all queued copies are done.
+    """Captured rows of all unreleased runs. `widths` [P]: each point's row width. `flush` waits for all queued copies.
 
-    `keeps_last`: if a position was captured twice, its last rows win instead of its first. With speculative decoding
-    the first rows may belong to a rejected draft token.
+    `keeps_last`: if a position was captured twice, its last row wins instead of its first. With speculative decoding
+    the first row may belong to a rejected draft token.
     """
 
     def __init__(self, widths: np.ndarray, flush: Callable[[], None] = lambda: None) -> None:
         self._widths, self._flush = widths.tolist(), flush
         self.keeps_last = False
         self._runs: dict[str, KeptRun] = {}
-        self._numbers: set[int] = set()  # of kept runs
+        self._numbers: set[int] = set()  # numbers of kept runs
         self._chunks: dict[int, CaptureChunk] = {}  # by turn: the number of chunks added before
         self._uncounted: collections.deque[int] = collections.deque()  # turns of chunks without `live_bytes`
-        self._sparse: dict[int, int] = {}  # by turn: the turn since which less than half of the chunk is kept
+        self._sparse: dict[int, int] = {}  # by a chunk's turn: the turn since which less than half of it is kept
         self._turn = self._next_number = 0
 
     def __len__(self) -> int:
-        """The number of kept runs."""
+        """Return the number of kept runs."""
         return len(self._runs)
 
     def __contains__(self, run: str) -> bool:
@@ -269,9 +268,9 @@ class CaptureStore:
     def release(self, run: str) -> None:
         """Drop a run's rows; no effect if it was already released.
 
-        When less than half of a chunk belongs to kept runs, their rows are copied out and its memory is freed. This
-        waits until the chunk has arrived from the device, and for `SPARSE_TURNS` turns: runs are often released soon
-        after one another, and a chunk without kept rows needs no copy.
+        When less than half of a chunk belongs to kept runs, their rows are copied out and the chunk is freed. This
+        waits until the chunk has arrived from the device, and for `SPARSE_TURNS` turns: runs are often released in
+        quick succession, and a chunk without kept rows needs no copy.
         """
         if run not in self._runs:
             return
@@ -299,13 +298,13 @@ class CaptureStore:
 
     @property
     def bytes(self) -> int:
-        """The host memory of captures, including pending copies."""
+        """Host memory of captures, including pending copies."""
         self._count(len(self._uncounted))
         self._shrink(0)
         return sum(chunk.steps * chunk.stride for chunk in self._chunks.values())
 
     def add(self, chunk: CaptureChunk) -> None:
-        """Keep a chunk as long as one of its runs is kept. Steps may still be appended to it."""
+        """Keep a chunk as long as any of its runs is kept. Steps may still be appended to the chunk."""
         if self._sparse:
             self._shrink(SPARSE_TURNS)
         self._chunks[self._turn] = chunk
@@ -315,7 +314,7 @@ class CaptureStore:
             self._count(1)
 
     def _count(self, chunks: int) -> None:
-        """Compute `live_bytes` of the oldest uncounted chunks; deferred until it is needed, or until there are many."""
+        """Compute `live_bytes` of the `chunks` oldest uncounted chunks; deferred until needed or many."""
         for _ in range(chunks):
             turn = self._uncounted.popleft()
             chunk = self._chunks[turn]
@@ -324,7 +323,7 @@ class CaptureStore:
                 del self._chunks[turn]
 
     def _chunks_of(self, run: KeptRun) -> list[tuple[int, CaptureChunk]]:
-        """A run's chunks with their turns, oldest first."""
+        """Return a run's chunks with their turns, oldest first."""
         until = self._turn if run.until is None else run.until
         while self._uncounted and self._uncounted[0] < until:
             self._count(1)
@@ -332,20 +331,20 @@ class CaptureStore:
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        """The captured positions [T], ascending, from `first` on, and their rows [T, W]: of one op, or of every op at
-        the point except probes.
+        """Return the captured positions [T], ascending, from `first` on, and their rows [T, W]: one op's, or all ops'
+        at the point except probes'.
 
-        If an op captured a position twice (after preemption), its first rows win, or its last with `keeps_last`;
-        between two ops, the later wins. Raises `MissingSource` for a run that is not kept.
+        If an op captured a position twice (after preemption), its first row wins, or its last with `keeps_last`;
+        between two ops, the later op wins. Raises `MissingSource` for a run that is not kept.
         """
         return tensors_of(self.find([(run, point, op, first)]))[0]
 
     def gather(
         self, runs: Sequence[str], point: int, op: int | None = None
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-        """The rows of one point in many runs, as one tensor: the index of each row's run in `runs` [R], its position
-        [R], and the rows [R, W], ascending by run and position; a view of a chunk if they are contiguous. Duplicate
-        rows of a position are resolved as in `fetch`. Runs must be distinct."""
+        """Gather a point's rows in many runs. Returns each row's index in `runs` [R], its position [R], and the rows
+        [R, W] as one tensor, ascending by run and position; a view of a chunk if contiguous. Duplicates are resolved
+        as in `fetch`. Runs must be distinct."""
         self._check_kept(runs)
         self._flush()
         kept = [self._runs[run] for run in runs]
@@ -366,7 +365,7 @@ class CaptureStore:
             table = table[held & (numbers[at] == table["run"])]
             how = max(how, int(table["pool"].max(initial=0)))
             kinds = np.stack([table["row_bytes"], table["offset"] % table["row_bytes"], table["dtype"]])
-            is_uniform = len(table) > 0 and bool((kinds == kinds[:, :1]).all())  # usual, and needs no sorting
+            is_uniform = len(table) > 0 and bool((kinds == kinds[:, :1]).all())  # the usual case; needs no sorting
             for key in kinds[:, :1].T if is_uniform else np.unique(kinds, axis=1).T:
                 entries = table[(kinds == key[:, None]).all(0)]
                 entry, position, pieces = chunk.gather(entries)
@@ -385,7 +384,7 @@ class CaptureStore:
             [(_, rows)] = tensors_of([joined])
         else:
             rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
-        if how:  # of some runs steps pooled the rows; of others, which read generated tokens too, the caller does
+        if how:  # steps pooled some runs' rows; the caller pools runs that also read generated tokens
             some, rest = np.flatnonzero(pooled), np.flatnonzero(pooled == 0)
             labels = run[some], position[some], pooled[some], span[some], turn[some]
             reduced = _pooled(*labels, rows.numpy()[some], POOLS[how - 1])
@@ -412,7 +411,7 @@ class CaptureStore:
                 raise MissingSource(f"run {run} is not available: it was released, or captured nothing")
 
     def find(self, wanted: Iterable[tuple[str, int, int | None, int]]) -> list[StoredRows]:
-        """Locate the rows of each (run, point, op, first), as in `fetch`. Waits for pending copies."""
+        """Locate each (run, point, op, first)'s rows, as in `fetch`. Waits for pending copies."""
         wanted = list(wanted)
         self._check_kept(dict.fromkeys(run for run, *_ in wanted))
         self._flush()
@@ -441,18 +440,18 @@ def _pooled(
     run: np.ndarray, position: np.ndarray, count: np.ndarray, span: np.ndarray, turn: np.ndarray, rows: np.ndarray,
     pool: str,
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:  # fmt: skip
-    """Combine the rows that steps pooled into one per run, at its last position: the run [R], that position [R], and
-    the row [R, W]. A preempted request restarts its prompt; the first of the passes that got furthest counts.
+    """Combine the rows pooled by steps into one per run. Returns the run [R], its last position [R], and the row
+    [R, W]. A preempted request restarts its prompt; among the passes that got furthest, the first wins.
 
-    run, position, count, span, turn: each row's run, its first position, the number of positions pooled, the span from
-        the first to the last, and the turn, [N]
+    run, position, count, span, turn: each row's run, first position, number of pooled positions, span from the first
+        to the last, and turn, [N]
     """
     order = np.lexsort((turn, run))
     run, position, count, turn, end = (each[order] for each in (run, position, count, turn, position + span))
     of_run = _begins(run)
     is_first = position == np.minimum.reduceat(position, of_run).repeat(np.diff(of_run, append=len(run)))
     of_turn = _begins(run, turn)
-    starts = np.logical_or.reduceat(is_first, of_turn)  # with turns that begin again
+    starts = np.logical_or.reduceat(is_first, of_turn)  # including turns that restart
     passes = of_turn[starts]
     furthest = np.maximum.reduceat(end, passes)
     best = np.lexsort((-furthest, run[passes]))
@@ -468,13 +467,13 @@ def _pooled(
 
 
 def _begins(*labels: np.ndarray) -> np.ndarray:
-    """The index at which each run of equal labels begins."""
+    """Return the index at which each run of equal labels begins."""
     return np.flatnonzero(np.append(True, np.any([np.diff(each) != 0 for each in labels], axis=0)))
 
 
 class StoredRows(NamedTuple):
-    """The rows of positions [T], ascending, `width` numbers each. Their bytes are the concatenation of `parts`, views
-    of chunks, each [S, n]."""
+    """Rows [T, width] at positions [T], ascending. Their bytes are the concatenation of `parts`, views of chunks, each
+    [S, n]."""
 
     positions: np.ndarray
     parts: list[np.ndarray]
@@ -490,7 +489,7 @@ class StoredRows(NamedTuple):
         return len(self.positions) * self.width * self.dtype.itemsize
 
     def window(self, begin: int, end: int) -> StoredRows:
-        """Rows begin … end−1, as far as they exist."""
+        """Return rows begin … end−1, clipped to the existing rows."""
         row_bytes, at, parts = self.width * self.dtype.itemsize, 0, list[np.ndarray]()
         for part in self.parts:
             parts += _between(part, max(begin * row_bytes - at, 0), min(end * row_bytes - at, part.size))
@@ -498,11 +497,11 @@ class StoredRows(NamedTuple):
         return self._replace(positions=self.positions[begin:end], parts=parts)
 
     def tensor(self, data: np.ndarray) -> torch.Tensor:
-        """View these bytes as the rows [T, W]."""
+        """View `data`, these rows' bytes, as a tensor [T, W]."""
         return torch.from_numpy(data.reshape(-1)).view(self.dtype).view(-1, self.width)
 
     def copies(self, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The copies, as pairs (to, from), that write the bytes contiguously to memory."""
+        """Return the copies, as pairs (to, from), that write the bytes contiguously to memory."""
         ends = itertools.accumulate(part.size for part in self.parts)
         return [
             (memory[end - part.size : end].reshape(part.shape), part)
@@ -511,7 +510,7 @@ class StoredRows(NamedTuple):
 
 
 def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
-    """Bytes begin … end−1 of a part [S, n], in order, as 2-D views: a step's end, whole steps, a step's beginning."""
+    """Return bytes begin … end−1 of a part [S, n] as 2-D views: a step's end, whole steps, a step's beginning."""
     views, size = [], part.shape[1]
     while begin < end:
         step, at = divmod(begin, size)
@@ -523,8 +522,8 @@ def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
 
 
 def tensors_of(stored: list[StoredRows], view_bytes: int = MIN_VIEW_BYTES) -> list[tuple[np.ndarray, torch.Tensor]]:
-    """The positions and rows of each: a view if at least `view_bytes` are contiguous in a chunk, otherwise a copy (all
-    copies are made together). Chunks are not overwritten while a view is held."""
+    """Return the positions and rows of each item: a view if at least `view_bytes` are contiguous in a chunk, otherwise
+    a copy (all copies are made together). Chunks are not overwritten while a view is held."""
     copied = [rows for rows in stored if not rows.is_view(view_bytes)]
     begins, size = side_by_side(copied)
     memory = reused.take(size)
@@ -537,19 +536,19 @@ def tensors_of(stored: list[StoredRows], view_bytes: int = MIN_VIEW_BYTES) -> li
 
 
 def side_by_side(stored: list[StoredRows]) -> tuple[list[int], int]:
-    """The aligned offsets of all rows in one contiguous buffer, and its size in bytes."""
+    """Return each item's aligned offset in one contiguous buffer, and the buffer's size in bytes."""
     ends = list(itertools.accumulate((-(-rows.nbytes // ALIGNED) * ALIGNED for rows in stored), initial=0))
     return ends[:-1], ends[-1]
 
 
 def _width_of(entry: CapturedEntry) -> int:
-    """The width of a row."""
+    """Return the row width."""
     return entry.row_bytes // _TORCH[entry.dtype].itemsize
 
 
 def _joined(parts: list[tuple[int, StoredRows]], width: int, keeps_last: bool) -> StoredRows:
-    """Join rows, each given with its op. For equal positions and ops, the first or last wins. Mixed dtypes become fp32.
-    `width`: the width of an empty result."""
+    """Join rows, each with its op. Between ops, the later wins; within an op, the first, or the last if `keeps_last`.
+    Mixed dtypes become fp32. `width`: the row width of an empty result."""
     of_entry = [rows for _, rows in parts]
     width = of_entry[0].width if parts else width
     positions = np.concatenate([np.zeros(0, np.int64), *(rows.positions for rows in of_entry)])

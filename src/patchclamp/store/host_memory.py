@@ -1,10 +1,10 @@
 """Host memory: pinned slabs, reused memory, memory shared between processes, and multithreaded copies.
 
-The system faults pages in at only 1 to 2 GB/s per thread. Large memory therefore uses huge pages, is touched by several
-threads before CUDA pins it, is allocated ahead of need, and is reused.
+Page faults limit each thread to 1 to 2 GB/s. Large memory therefore uses huge pages, is touched by several threads
+before CUDA pins it, is allocated ahead of need, and is reused.
 
-Open memory can be mapped by other processes of the machine without a copy. It is an anonymous file (`memfd`) that the
-owner keeps open and others open through `/proc`, so it takes no space in `/dev/shm` and is freed with its owner.
+Other processes of the machine can map open memory without a copy. It is an anonymous file (`memfd`) that the owner
+keeps open and others open through `/proc`, so it takes no space in `/dev/shm` and is freed with its owner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _addresses: list[int] = []  # ascending
 
 
 class MemoryLocation(NamedTuple):
-    """The location of bytes for a process that maps them: the file's name, path and size, and their offset."""
+    """Location of bytes for a process that maps them: the file's name, path and size, and the bytes' offset."""
 
     name: str
     path: str
@@ -69,7 +69,7 @@ def make(size: int) -> np.ndarray | None:
 
 
 def _max_files() -> int:
-    """The most file descriptors for open memory, two each: a quarter of the limit, after raising it to its maximum."""
+    """Return the maximum number of descriptors for open memory, two per file: a quarter of the limit, once raised."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -87,14 +87,14 @@ def _forget(address: int) -> None:
 
 
 def address_of(data: np.ndarray) -> int:
-    """The address of an array's first byte."""
+    """Return the address of an array's first byte."""
     return data.__array_interface__["data"][0]
 
 
 def place_of(data: np.ndarray) -> MemoryLocation | None:
-    """The place of contiguous bytes in open memory; None for other memory."""
+    """Return the location of contiguous bytes in open memory; None for other memory."""
     first = address_of(data)
-    addresses = _addresses.copy()  # other threads may change it
+    addresses = _addresses.copy()  # other threads may modify it
     number = bisect.bisect(addresses, first) - 1
     memory = _open.get(addresses[number]) if number >= 0 else None
     if memory is None or first + data.nbytes > addresses[number] + memory[2]:
@@ -104,7 +104,7 @@ def place_of(data: np.ndarray) -> MemoryLocation | None:
 
 
 def is_open(place: MemoryLocation) -> bool:
-    """True if the owner of a place still has it open. Never raises."""
+    """True if the location's owner still has it open. Never raises."""
     try:
         return f"/memfd:{place.name}" in os.readlink(place.path)
     except OSError:
@@ -112,7 +112,7 @@ def is_open(place: MemoryLocation) -> bool:
 
 
 def map_place(place: MemoryLocation) -> mmap.mmap:
-    """Map the file of a place. Raises `OSError` if the path is a different file, such as on another machine."""
+    """Map a location's file. Raises `OSError` if the path is a different file, such as on another machine."""
     if not is_open(place):
         raise FileNotFoundError(f"{place.path} is a different file")
     with open(place.path, "r+b", buffering=0) as file:
@@ -122,22 +122,22 @@ def map_place(place: MemoryLocation) -> mmap.mmap:
 logger: logging.Logger = logging.getLogger("patchclamp")
 
 SLAB_BYTES = 1 << 26
-MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # bounds of a worker's default
-SLABS_AHEAD = 4  # slabs that are made ahead of need
-MAX_FREE_BYTES = 1 << 28  # unused bytes that `ReusedMemory` keeps
+MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # bounds of the default per worker
+SLABS_AHEAD = 4  # slabs made ahead of need
+MAX_FREE_BYTES = 1 << 28  # unused bytes kept by `ReusedMemory`
 _HUGE_BYTES, _PAGE_BYTES = 1 << 21, 4096
 _TOUCH_BYTES = 1 << 23  # bytes that one thread touches at once
-_MIN_SHARE_BYTES, _MAX_SHARES = 1 << 20, 64  # the smallest share of a thread, and the number of shares
+_MIN_SHARE_BYTES, _MAX_SHARES = 1 << 20, 64  # minimum bytes per thread, and the number of shares
 _MIN_THREADED_BYTES = 1 << 17  # smaller copies are not threaded
 
 _copiers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-copy")
-_unmapped_paths: set[str] = set()  # files that no receiver has mapped yet
+_unmapped_paths: set[str] = set()  # files not yet mapped by their receivers
 
 
 class HostBlock:
     """Host memory of captured rows.
 
-    data: flat bytes, or None until their copy from the device is queued
+    data: flat bytes, or None until the copy from the device is queued
     copied: the event after that copy; None if the rows were never on a device
     """
 
@@ -154,12 +154,12 @@ class HostBlock:
 
 
 def default_pinned_bytes(workers: int) -> int:
-    """The bytes that each of `workers` workers may pin: a quarter of the free memory in total, 4 to 32 GiB each."""
+    """Return the bytes that each worker may pin: a quarter of the free memory in total, 4 to 32 GiB per worker."""
     return max(MIN_PINNED_BYTES, min(MAX_PINNED_BYTES, available_bytes() // (4 * workers)))
 
 
 def huge_memory(size: int) -> mmap.mmap:
-    """Map private memory of at least `size` bytes, in huge pages if the system has them."""
+    """Map private memory of at least `size` bytes, in huge pages if available."""
     memory = mmap.mmap(-1, -(-size // _HUGE_BYTES) * _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ def _cudart() -> Any:
 
 
 class Slab:
-    """`data` [size] uint8 in memory that stays pinned while the slab exists; bytes 0 … `used`−1 are in use."""
+    """`data` [size] uint8, pinned while the slab exists; bytes 0 … `used`−1 are in use."""
 
     data: torch.Tensor
     size: int
@@ -199,7 +199,7 @@ class Slab:
 
 
 class PinnedSlabs:
-    """Slabs of pinned memory, made in the background. Slabs above `limit_bytes` in total are not kept once returned."""
+    """Slabs of pinned memory, made in the background. Returned slabs are kept up to `limit_bytes` in total."""
 
     def __init__(
         self,
@@ -208,12 +208,12 @@ class PinnedSlabs:
         unregister: Callable[[np.ndarray], None] = _unregister,
     ) -> None:
         self._limit_bytes, self._register, self._unregister = limit_bytes, register, unregister
-        self.is_open = False  # True if other processes should be able to map new slabs
+        self.is_open = False  # True if new slabs must be mappable by other processes
         self._free: dict[int, list[Slab]] = collections.defaultdict(list)  # by size
         self._coming: collections.deque[Future[Slab]] = collections.deque()
         self._makers = ThreadPoolExecutor(3, thread_name_prefix="patchclamp-pin")
         self._touchers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-touch")
-        self.bytes: int = 0  # of all slabs not given up
+        self.bytes: int = 0  # bytes of all slabs not given up
 
     def prepare(self) -> None:
         """Start making slabs in the background."""
@@ -244,7 +244,7 @@ class PinnedSlabs:
             self.give_up(slab)
 
     def give_up(self, slab: Slab) -> None:
-        """Release a slab that may still be read; its memory is freed with the last reference."""
+        """Release a slab that may still be read; the last reference frees its memory."""
         self.bytes -= slab.size
 
     def close(self) -> None:
@@ -278,18 +278,18 @@ def _touch(memory: np.ndarray) -> None:
 
 
 class ReusedMemory:
-    """Memory for rows that are returned to callers, reused once no reference is left."""
+    """Memory for rows returned to callers, reused after the last reference is dropped."""
 
     def __init__(self) -> None:
         self._free: collections.deque[mmap.mmap] = collections.deque()
 
     def take(self, size: int) -> np.ndarray:
-        """Take `size` bytes; small requests get ordinary memory."""
+        """Allocate `size` bytes; small requests get ordinary memory."""
         if size < _HUGE_BYTES // 2:
             return np.empty(size, np.uint8)
         for memory in list(self._free):
             if size <= len(memory) <= 2 * size:
-                with contextlib.suppress(ValueError):  # another thread was faster
+                with contextlib.suppress(ValueError):  # another thread took it
                     self._free.remove(memory)
                     return self._lend(memory, size)
         return self._lend(huge_memory(size), size)
@@ -312,9 +312,9 @@ reused = ReusedMemory()
 
 
 def make_shared(size: int) -> tuple[str, np.ndarray] | None:
-    """Create a shared file; returns its path and its memory of `size` bytes, or None if there is no space.
+    """Create a shared file of `size` bytes; returns its path and memory, or None without space.
 
-    All space is reserved at once, so that a full device is an error here and not a crash later.
+    All space is reserved at once: a full device fails at creation rather than crashing a later write.
     """
     for folder in ("/dev/shm", tempfile.gettempdir()):
         try:
@@ -324,7 +324,7 @@ def make_shared(size: int) -> tuple[str, np.ndarray] | None:
         try:
             os.posix_fallocate(file, 0, size)
             memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
-        except OSError:  # no space here
+        except OSError:  # no space
             os.unlink(path)
         else:
             _unmapped_paths.add(path)
@@ -335,7 +335,7 @@ def make_shared(size: int) -> tuple[str, np.ndarray] | None:
 
 
 def map_shared(path: str, size: int) -> np.ndarray:
-    """Map a file that another process created, and delete the file; the memory stays valid. Raises `OSError`."""
+    """Map another process's file, and delete the file; the memory stays valid. Raises `OSError`."""
     with open(path, "r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
     os.unlink(path)
@@ -343,7 +343,7 @@ def map_shared(path: str, size: int) -> np.ndarray:
 
 
 def forget_shared(path: str) -> None:
-    """Stop tracking a file that its receiver has mapped, and thereby deleted."""
+    """Stop tracking a file that its receiver has mapped and deleted."""
     _unmapped_paths.discard(path)
 
 
@@ -364,8 +364,8 @@ def _delete_all() -> None:
 
 
 def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copy byte arrays, given as pairs (to, from) of equal shape, [n] or [S, n]; large copies use several threads. A
-    small copy takes less time than a thread needs to acquire the GIL."""
+    """Copy byte arrays, given as pairs (to, from) of equal shape, [n] or [S, n]; large copies use several threads.
+    A small copy takes less time than acquiring the GIL in a thread."""
     large = [pair for pair in copies if pair[0].size >= _MIN_THREADED_BYTES]
     size = sum(new.size for new, _ in large)
     if size < 4 * _MIN_SHARE_BYTES:
@@ -385,7 +385,7 @@ def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def floats(rows: torch.Tensor) -> np.ndarray:
-    """Convert rows to fp32 on several threads: faulting in new memory takes longer than the conversion."""
+    """Convert rows to fp32 on several threads, since page faults take longer than the conversion."""
     if rows.dtype == torch.float32:
         return rows.numpy()
     new = torch.from_numpy(reused.take(4 * rows.numel())).view(torch.float32).view(rows.shape)

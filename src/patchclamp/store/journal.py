@@ -1,6 +1,6 @@
-"""Journals: append-only records of a computation, from which it resumes after an interruption.
+"""Journals: append-only records from which an interrupted computation resumes.
 
-A journal is an SQLite file. Table `made` holds the key of the computation. Table `record` holds the records in order,
+A journal is an SQLite file. Table `made` holds the computation's key. Table `record` holds the records in order,
 each in MessagePack with its CRC-32. The write-ahead log (`NAME-wal`) exists while the file is open, and after a kill.
 """
 
@@ -20,9 +20,9 @@ import msgspec
 from patchclamp.errors import CapacityError, NameTaken, PatchclampError, ProgramError
 
 APPLICATION, FORMAT = 0x70636A6C, 2  # "pcjl"; format 1 was not an SQLite file
-SYNCHRONOUS = "FULL"  # commits survive a power loss; with "NORMAL" the last ones would be lost
+SYNCHRONOUS = "FULL"  # commits survive a power loss; "NORMAL" would lose the last ones
 BUSY_S = 0.2  # timeout if two processes open a file at the same moment
-UNWRITABLE = {  # file systems without locks among them
+UNWRITABLE = {  # includes file systems without locks
     sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL,
     sqlite3.SQLITE_READONLY,
 }  # fmt: skip
@@ -34,7 +34,7 @@ class Journal:
     """Records of one computation, in a file or in memory, for one writer at a time.
 
     path: the file; None keeps the records in memory
-    wait_s: the time that `open` waits for another thread that has this object open
+    wait_s: the timeout of `open` while another thread has this object open
     """
 
     def __init__(self, path: str | Path | None, wait_s: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class Journal:
         self._count = 0
 
     def open(self, made_by: str) -> Self:
-        """Open the journal of the computation with key `made_by`, or create it.
+        """Open or create the journal of the computation with key `made_by`.
 
         Raises `NameTaken` while another writer has it open; `ProgramError` if it belongs to another computation, is
         damaged, is not a journal, or cannot be written.
@@ -64,15 +64,15 @@ class Journal:
         return self
 
     def take(self, kind: type[Record], count: int | None = None) -> list[Record]:
-        """Read the next records that existed when it was opened: at most `count`, or all. Raises `ProgramError` for
-        records of a different kind."""
+        """Read the next at most `count` records (None: all) that existed at `open`. Raises `ProgramError` for records
+        of a different kind."""
         try:
             return [msgspec.msgpack.decode(body, type=kind) for body in itertools.islice(self._known, count)]
         except msgspec.MsgspecError as error:
             raise self._no_journal(str(error)) from None
 
     def append(self, records: Sequence[Any]) -> None:
-        """Append records in one transaction, which is on disk when this returns."""
+        """Append records in one transaction, and block until it is on disk."""
         bodies = list(map(msgspec.msgpack.encode, records))
         with self._writing, self._transaction() as database:
             rows = ((number, body, zlib.crc32(body)) for number, body in enumerate(bodies, self._count + 1))
@@ -94,7 +94,7 @@ class Journal:
         return not self._count
 
     def close(self) -> None:
-        """Close it for the next writer, and merge the log into the file."""
+        """Merge the log into the file and release the lock."""
         if self._path is not None and self._database is not None:
             self._database.close()
             self._database = None
@@ -106,7 +106,7 @@ class Journal:
         if self._database is None:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            # opened, written and closed by several threads, one at a time
+            # several threads open, write and close it, one at a time
             self._database = sqlite3.connect(
                 self._path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
@@ -138,8 +138,8 @@ class Journal:
             )
 
     def _records(self, database: sqlite3.Connection) -> list[bytes]:
-        """All records. Raises `ProgramError` for a damaged or truncated file."""
-        [found] = database.execute("PRAGMA quick_check(1)").fetchone()  # page structure; SQLite has no page checksums
+        """Return all records. Raises `ProgramError` for a damaged or truncated file."""
+        [found] = database.execute("PRAGMA quick_check(1)").fetchone()  # page structure only; pages have no checksums
         records: list[bytes] = []
         for number, body, crc in database.execute("SELECT number, body, crc FROM record ORDER BY number"):
             if (number, crc) != (len(records) + 1, zlib.crc32(body)):

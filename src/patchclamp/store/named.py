@@ -1,13 +1,13 @@
-"""The bank of names (`lm.bank`): vectors, means, whole programs and runs that ops use by name.
+"""The bank (`lm.bank`): vectors, means, whole programs and runs that ops use by name.
 
-A name is resolved when a request is made; the worker and the keys of the prefix cache receive the content.
+A name is resolved when a request is made; the worker and the prefix cache's keys receive the content.
 
-File format: safetensors. A vector is a tensor of its name. Means are one tensor [n, D]; the metadata field `means` has
-the sites of their rows (JSON: name to a list of site refs), the field `programs` the programs (JSON: name to
+File format: safetensors. A vector is a tensor of the same name. Means are one tensor [n, D]. Metadata field `means`
+has the site of each row (JSON: name to a list of site refs), field `programs` the programs (JSON: name to
 `Program.to_json`).
 
-A server's bank sends and receives one vector, or the means of one name, as such a file with one floating-point tensor,
-[D] or [n, D], of any name. The bytes are untrusted, and are checked before they are used.
+A server's bank sends and receives a single vector or means as such a file with one floating-point tensor, [D] or
+[n, D], of any name. The bytes are untrusted, and are checked before use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from patchclamp.store.tensors import ARRAYS, DTYPES, header_size, parse_header, 
 
 
 class Means(msgspec.Struct, frozen=True):
-    """One row per site ref, keyed by its text. `Named` writes the row of the site ref at which it acts."""
+    """One row per site ref, keyed by its text. `Named` writes the row of its own site ref."""
 
     rows: dict[str, Vector]
 
@@ -53,18 +53,18 @@ class SourceRun(Protocol):
     key: str
 
     def positions_of(self, point: int) -> np.ndarray:
-        """The captured positions at a point, ascending; possibly empty."""
+        """Return the captured positions at a point, ascending; possibly empty."""
         ...
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
-        """The positions of a selection, in its order."""
+        """Return a selection's positions, in its order."""
         ...
 
 
 class CapturedRun(SourceRun, Protocol):
-    """The part of a `Run` that means are computed from."""
+    """The interface of a `Run` for means."""
 
-    def __getitem__(self, site: str) -> Any:  # a torch tensor, or a NumPy array from the fake engine
+    def __getitem__(self, site: str) -> Any:  # a torch tensor; a NumPy array from the fake engine
         ...
 
     def positions(self, site: str) -> list[int]: ...
@@ -111,7 +111,7 @@ class NamedBank(MutableMapping[str, Entry]):
         return len(self._entries)
 
     def expanded(self, op: Op, path: str, users: tuple[str, ...] = ()) -> Iterator[tuple[str, Op]]:
-        """An op with its path, or the scaled edits of the program that a `Use` names. Raises for a wrong name."""
+        """Yield an op with its path; for a `Use`, the scaled edits of its program. Raises for an invalid name."""
         if not isinstance(op, Use):
             yield path, op
             return
@@ -127,20 +127,20 @@ class NamedBank(MutableMapping[str, Entry]):
             yield from self.expanded(edit, f"{path}.{op.name}[{i}]", (*users, op.name))
 
     def content_of(self, program: Program, saes: Mapping[str, str]) -> str:
-        """A hash of a program with the entries, and the attached SAEs, that it names.
+        """Return a hash of a program, including the entries and attached SAEs that it names.
 
-        saes: the content of each SAE by name
+        saes: each SAE's content, by name
         Raises: `ProgramError` for code, which has no hash.
         """
         texts = [_as_json(program)]
-        for text in texts:  # grows by the programs that are used
+        for text in texts:  # grows by the programs in use
             for name, of in (*self._entries.items(), *saes.items()):
                 if json.dumps(name, ensure_ascii=False) in text and (more := f"{name}={_as_json(of)}") not in texts:
                     texts.append(more)
         return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
     def copy(self) -> NamedBank:
-        """A shallow copy, unaffected by later changes to this bank."""
+        """Return a shallow copy, unaffected by later changes to this bank."""
         made = NamedBank()
         made._entries = dict(self._entries)
         return made
@@ -151,8 +151,8 @@ class NamedBank(MutableMapping[str, Entry]):
     def mean(
         self, name: str, runs: Iterable[CapturedRun], site: Site | str, tokens: Tokens | str | None = None
     ) -> Means:
-        """Store the means of some runs' captures at a site under a name: one row per layer, over all positions or those
-        of `tokens`.
+        """Store the mean of `runs`' captures at a site under `name`: one row per layer, over all positions or only
+        `tokens`.
 
         Raises `MissingSource` if a run did not capture the site, `ProgramError` if no position is selected.
         Source: mean ablation; Wang et al. 2022 (arXiv:2211.00593).
@@ -188,7 +188,7 @@ class NamedBank(MutableMapping[str, Entry]):
             raise error if error.path else error.under("names") from None
         runs = [name for name, entry in chosen.items() if is_run(entry)]
         if runs:
-            raise ProgramError(f"{runs[0]!r} is a run and stays with its engine: pass names= without it", "names")
+            raise ProgramError(f"{runs[0]!r} is a run, which cannot be saved: pass names= without it", "names")
         tensors = {name: entry.array() for name, entry in chosen.items() if isinstance(entry, Vector)}
         means = {name: entry.rows for name, entry in chosen.items() if isinstance(entry, Means)}
         tensors |= {name: np.stack([row.array() for row in rows.values()]) for name, rows in means.items()}
@@ -202,10 +202,10 @@ class NamedBank(MutableMapping[str, Entry]):
             raise ProgramError(f"{file} cannot be written: {error}", "file") from None
 
     def load(self, file: str | Path, prefix: str = "") -> list[str]:
-        """Load a safetensors file written by `save`, or any other with tensors [D] or [n, D]. Each entry is named
-        `prefix` plus the tensor's name; returns the names.
+        """Load a safetensors file written by `save`, or any with tensors [D] or [n, D]. An entry's name is `prefix`
+        plus the tensor's name; returns the names.
 
-        Raises `ProgramError` with the file's and the tensor's name for an invalid entry; then nothing is loaded.
+        Raises `ProgramError` with the file's and the tensor's name for an invalid entry, and loads nothing.
         """
         if not isinstance(prefix, str):
             raise ProgramError(f"expected text, got {type(prefix).__name__} {prefix!r:.100}", "prefix")
@@ -229,8 +229,8 @@ class NamedBank(MutableMapping[str, Entry]):
 
     def push(self, url: str, names: Iterable[str] | None = None, api_key: str | None = None) -> list[str]:
         """Upload all entries, or those in `names`, to a running `patchclamp serve`: vectors, means, and programs.
-        Requests with the same API key then use them by name, as in `pc.Use("calm")` or the model `MODEL:calm`. Returns
-        the names.
+        Requests with the same API key then use them by name, as in `pc.Use("calm")` or the model `MODEL:calm`.
+        Returns the names.
 
         api_key: by default the environment's VLLM_API_KEY
 
@@ -244,7 +244,7 @@ class NamedBank(MutableMapping[str, Entry]):
         key = os.environ.get("VLLM_API_KEY") if api_key is None else str(api_key)
         chosen = {name: self[name] for name in (self if names is None else as_items(names, "names"))}
         if runs := [name for name, entry in chosen.items() if is_run(entry)]:
-            raise ProgramError(f"{runs[0]!r} is a run and stays with its engine: pass names= without it", "names")
+            raise ProgramError(f"{runs[0]!r} is a run, which cannot be uploaded: pass names= without it", "names")
         parts: dict[str, tuple[str, bytes, str]] = {}
         for name, entry in chosen.items():
             if isinstance(entry, Program):
@@ -267,13 +267,13 @@ class NamedBank(MutableMapping[str, Entry]):
 
 
 def _as_json(entry: Entry | str) -> str:
-    """The content of an entry; the key of a run."""
+    """Return an entry's content as JSON; a run's key."""
     plain = entry.key if is_run(entry) else to_dict(entry) if isinstance(entry, Program) else entry
     return msgspec.json.encode(plain, order="deterministic").decode()
 
 
 def _refusal(response: Any) -> str:
-    """The message of an HTTP error."""
+    """Return an HTTP error's message."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -288,7 +288,7 @@ def _to_json(name: str, program: Program) -> str:
 
 
 def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
-    """Convert a file's tensor to a vector, or to means if it has site refs."""
+    """Convert a file's tensor to a vector, or to means if `refs` is given."""
     if refs is None:
         return Vector.of(tensor)
     if len(tensor.shape) != 2 or len(set(refs)) != len(refs) or len(refs) != tensor.shape[0]:
@@ -297,7 +297,7 @@ def entry_of_tensor(tensor: Any, refs: list[str] | None) -> Vector | Means:
 
 
 def as_entry(entry: Any) -> Entry:
-    """Convert a value to a bank entry. Raises `ProgramError` for a program that captures, or has no edits."""
+    """Convert a value to a bank entry. Raises `ProgramError` for a program with captures or without edits."""
     if isinstance(entry, (Vector, Means)) or is_run(entry):
         return entry
     if callable(edits := getattr(entry, "edits", None)):
@@ -331,7 +331,7 @@ def _is_edits(entry: object) -> bool:
 
 
 def _selected(run: CapturedRun, ref: str, tokens: Tokens | str | None) -> np.ndarray:
-    """A run's captured rows at a site ref, fp64 [n, W], at all positions or those of `tokens`."""
+    """Return a run's captured rows at a site ref, fp64 [n, W], at all positions or only at `tokens`."""
     rows = run[ref]
     if rows.shape[1:] and run.is_projected(ref):
         raise ProgramError(f"{ref} was captured projected; expected whole rows: capture it without project=")
@@ -357,12 +357,12 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     raise AssertionError(file)
 
 
-MAX_HEADER_BYTES = 1 << 20  # enough for a name, a shape, and a ref per row of means
+MAX_HEADER_BYTES = 1 << 20  # enough for a name, a shape, and a ref per row
 FLOATS = [code for code, dtype in DTYPES.items() if "float" in dtype]
 
 
 def to_bytes(name: str, entry: Vector | Means) -> bytes:
-    """Serialize a vector or means as a file with one tensor of that name."""
+    """Serialize a vector or means as a file with one tensor, `name`."""
     from safetensors.numpy import save
 
     if isinstance(entry, Vector):
@@ -372,7 +372,7 @@ def to_bytes(name: str, entry: Vector | Means) -> bytes:
 
 
 def from_bytes(data: bytes) -> Vector | Means:
-    """Parse a file with a vector or means. Raises `ProgramError`, and `ShapeError` for other shapes and dtypes."""
+    """Parse a vector or means file. Raises `ProgramError`, or `ShapeError` for a bad shape or dtype."""
     from safetensors import SafetensorError, deserialize
 
     if (size := header_size(data)) > MAX_HEADER_BYTES:
@@ -397,7 +397,7 @@ def from_bytes(data: bytes) -> Vector | Means:
 
 
 def numbers_of_json(data: bytes) -> Vector:
-    """Parse a vector from JSON: a list of numbers, or a list of such lists. Raises as `from_bytes`."""
+    """Parse a vector from JSON: a list of numbers, or a list of such lists. Raises like `from_bytes`."""
     nested = data.lstrip()[1:].lstrip().startswith(b"[")
     try:
         return Vector.of(msgspec.json.decode(data, type=list[list[float]] if nested else list[float]))

@@ -16,7 +16,7 @@ CGROUPS = (  # the folder, the files of limit and usage, and the entries of `mem
 
 
 def available_bytes() -> int:
-    """The bytes that this process can still allocate, within the container's limit; file cache is reclaimable."""
+    """Return the bytes that this process can still allocate, within the container's limit; file cache counts."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -38,8 +38,8 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably, by renaming a temporary file. Processes may write the same content at the
-    same time; temporary files of killed processes are removed. Raises `OSError`."""
+    """Write a file atomically and durably, by renaming a temporary file. Processes may concurrently write the same
+    content; killed processes' temporary files are removed. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     with open(scratch, "xb") as file:
@@ -48,7 +48,7 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     try:
         os.replace(scratch, path)
-    except FileNotFoundError:  # another process has written the file, and removed this one
+    except FileNotFoundError:  # another process wrote the file, and removed this temporary file
         if not path.exists():
             raise
     for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.new"):

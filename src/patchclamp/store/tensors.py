@@ -1,8 +1,8 @@
-"""Formats of tensors: safetensors, the table of a capture chunk, and dtypes of rows.
+"""Tensor formats: safetensors, a capture chunk's table, and row dtypes.
 
-A safetensors file is 8 bytes, the length of the header, little-endian; the header, JSON that may end in spaces; and
-the tensors' bytes. The safetensors package reads and writes whole files. This module is for files that are written or
-read piece by piece, and for bfloat16, which NumPy lacks: an array of it holds its 16 bits as uint16.
+A safetensors file has three parts: the header's length, 8 bytes, little-endian; the header, JSON that may end in
+spaces; and the tensors' bytes. The safetensors package handles whole files. This module handles files that are written
+or read in pieces, and bfloat16, which NumPy lacks: an array holds its 16 bits as uint16.
 
 Torch is imported only when needed, since planners import this module.
 """
@@ -28,7 +28,7 @@ DTYPES = {code: name for name, code in CODES.items()}
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The entry of a tensor in a header. data_offsets: its first byte and its end, counted from the header's end."""
+    """A tensor's entry in a header. data_offsets: begin and end of its bytes, counted from the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A parsed header. size: its length in bytes, with the 8 bytes before it."""
+    """A parsed header. size: its length in bytes, including the 8 bytes before it."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -44,15 +44,15 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def bytes_in(dtype: str, shape: Sequence[int]) -> int:
-    """The size of a tensor."""
+    """Return a tensor's size in bytes."""
     return ARRAYS[dtype].itemsize * math.prod(shape)
 
 
 def write_header(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None, size: int = 0
 ) -> bytes:
-    """The header of tensors, dtype and shape by name, in the order of their bytes. It is padded to `size` bytes, or to
-    a multiple of 8. Raises `ValueError` if it is longer than that."""
+    """Return a header for tensors (dtype and shape by name), in the order of their bytes, padded to `size` bytes (0: a
+    multiple of 8). Raises `ValueError` if it is longer than `size`."""
     sizes = [bytes_in(dtype, shape) for dtype, shape in tensors.values()]
     offsets = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
@@ -66,7 +66,7 @@ def write_header(
 
 
 def parse_header(data: bytes | bytearray) -> Header:
-    """Parse the beginning of a file. Raises `ValueError` if it is not the beginning of a safetensors file."""
+    """Parse the beginning of a safetensors file. Raises `ValueError` for other data."""
     end = header_size(data)
     if len(data) < max(end, 8):
         raise ValueError("the file ends within its header")
@@ -80,7 +80,7 @@ def parse_header(data: bytes | bytearray) -> Header:
 
 
 def header_size(data: bytes | bytearray) -> int:
-    """The size of a header, including its first 8 bytes, which state it."""
+    """Return the header's size, including the 8 bytes that hold its length."""
     return 8 + int.from_bytes(data[:8], "little")
 
 
@@ -92,8 +92,8 @@ def read_header(path: Path) -> Header:
 
 
 def with_sorted_header(data: bytes) -> bytes:
-    """The same file with its header sorted, so that equal content is equal byte for byte. The safetensors package
-    orders metadata differently from process to process."""
+    """Return the same file with its header sorted, so that equal content has equal bytes. The safetensors package's
+    metadata order varies between processes."""
     end = header_size(data)
     header = msgspec.json.encode(msgspec.json.decode(data[8:end]), order="sorted").ljust(end - 8)
     assert len(header) == end - 8
@@ -101,7 +101,7 @@ def with_sorted_header(data: bytes) -> bytes:
 
 
 def to_dtype(rows: Any, dtype: str) -> np.ndarray:
-    """Convert rows, a tensor or array of any floating-point type, to an array of `dtype`, with rounding."""
+    """Convert rows, a floating-point tensor or array, to an array of `dtype`, with rounding."""
     if not isinstance(rows, np.ndarray):
         name = str(rows.dtype).removeprefix("torch.")
         if name == "bfloat16":
@@ -117,14 +117,14 @@ def to_dtype(rows: Any, dtype: str) -> np.ndarray:
 
 
 def to_bfloat16(rows: np.ndarray) -> np.ndarray:
-    """float32 to the 16 bits of the nearest bfloat16, ties to even, as uint16; NaN stays NaN."""
+    """Round float32 to the nearest bfloat16, ties to even, as uint16 bits; NaN stays NaN."""
     bits = np.ascontiguousarray(rows).view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
     return np.where(np.isnan(rows), np.uint16(0x7FC0), rounded)
 
 
 def to_float32(rows: np.ndarray, dtype: str, out: np.ndarray | None = None) -> np.ndarray:
-    """Rows of `dtype` copied to float32, into `out` if it is given."""
+    """Convert rows of `dtype` to float32, into `out` if given."""
     out = np.empty(rows.shape, np.float32) if out is None else out
     if dtype == "bfloat16":
         np.left_shift(rows, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
@@ -134,7 +134,7 @@ def to_float32(rows: np.ndarray, dtype: str, out: np.ndarray | None = None) -> n
 
 
 def merged(parts: list[tuple[np.ndarray, torch.Tensor | np.ndarray]]) -> tuple[np.ndarray, torch.Tensor]:
-    """Merge the positions and rows of several ops; if two have the same position, the later op wins."""
+    """Merge the positions and rows of several ops; for equal positions, the later op wins."""
     import torch
 
     last: dict[int, tuple[int, int]] = {}
@@ -154,7 +154,7 @@ def cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
-    """The index of the first float16 row on the host with an infinity; None for finite rows and other dtypes."""
+    """Return the index of the first infinite float16 row on the host; None for finite rows and other dtypes."""
     if str(rows.dtype).removeprefix("torch.") != "float16":
         return None
     bits = np.ascontiguousarray(rows).view(np.uint16)
@@ -165,8 +165,8 @@ def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
 # -- the table of a capture chunk
 
 
-SELF_CHECK = -1  # in place of an op's ordinal, for rows that a worker keeps to check a run's labels
-PROBE = 1 << 20  # added to the op of a probe, so that the rows of a site do not include its products
+SELF_CHECK = -1  # the ordinal of rows that a worker keeps to check a run's labels
+PROBE = 1 << 20  # added to a probe's ordinal, to keep its products apart from the site's rows
 CAPTURED = np.dtype(
     [
         ("run", "<i8"),        # the run's number
@@ -174,12 +174,12 @@ CAPTURED = np.dtype(
         ("op", "<i4"),         # the op's ordinal in its program
         ("position", "<i4"),   # the first position in the first step; it grows by one per step
         ("count", "<i4"),      # consecutive positions, the same in every step
-        ("offset", "<i8"),     # of the rows, in the bytes of a step
+        ("offset", "<i8"),     # the rows' offset in a step's bytes
         ("row_bytes", "<i4"),
         ("dtype", "<i4"),      # index into `language.values.DTYPES`
-        ("pool", "<i4"),       # how the row was pooled, as `Keep.pool`; 0: not at all
-        ("pooled", "<i4"),     # the number of rows that were pooled to it
-        ("span", "<i4"),       # the positions from the first of these rows to the last
+        ("pool", "<i4"),       # the row's reduction, as in `Keep.pool`; 0: none
+        ("pooled", "<i4"),     # the number of rows pooled into it
+        ("span", "<i4"),       # the number of positions from the first of these rows to the last
     ]
 )  # fmt: skip
 
@@ -201,12 +201,12 @@ class CapturedEntry(NamedTuple):
 
 
 class CaptureSource(Protocol):
-    """The source of a chunk's table, built lazily: for a wide batch, building it would take too long within a step."""
+    """Source of a chunk's table, which is built lazily: for a wide batch, building it takes too long within a step."""
 
     def bytes_of_runs(self) -> dict[int, int]:
-        """The bytes of each run in a step, by run number."""
+        """Return each run's bytes in a step, by run number."""
         ...
 
     def table(self) -> np.ndarray:
-        """The captures of a step as `CAPTURED`, in order of run numbers."""
+        """Return a step's captures as `CAPTURED`, ascending by run number."""
         ...
