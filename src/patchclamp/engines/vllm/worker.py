@@ -64,7 +64,7 @@ logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 class Exchange:
     """Moves rows between an engine's workers. `group`: vLLM's group of all workers.
 
-    _has_tap, _keeps, _shard: by worker and point, if it has the tap, if it keeps captures, and its shard's index
+    _has_tap, _keeps, _shard: by worker and point, True if it has the tap, if it keeps captures, and its shard's index
     """
 
     def __init__(self, runtime: Runtime, group: GroupCoordinator) -> None:
@@ -332,8 +332,8 @@ class Attached:
     # -- around a step
 
     def ahead(self, scheduler_output: SchedulerOutput) -> None:
-        """With several workers, move the rows of other runs that new programs read. This must happen before a pipeline
-        stage waits for the previous one."""
+        """Move the rows of other runs that new programs read, between several workers. This must happen before a
+        pipeline stage waits for the previous one."""
         orders = compat.orders(scheduler_output)
         assert self._exchange is not None
         for admitted in () if orders is None else orders.admit:
