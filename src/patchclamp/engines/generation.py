@@ -128,7 +128,7 @@ class OutputWriter:
         return self.request.logprobs is not None or bool(self.scored)
 
     def take(self, token: int, values: Sequence[float], logprobs_V: torch.Tensor | None) -> None:
-        """Append the next token. `values`: the log-probabilities of it and of `scored`; `logprobs_V`: of the whole
+        """Append the next token. `values`: log-probabilities of the token and of `scored`; `logprobs_V`: over the
         vocabulary. They are empty and None if not requested."""
         if self.scored:
             self.scores = dict(zip(self.scored, values[1:], strict=False))

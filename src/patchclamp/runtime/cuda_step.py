@@ -128,7 +128,7 @@ class CudaTables:
     offset: torch.Tensor
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The kernel's inputs, by name."""
+        """Return the kernel's inputs, by name."""
         names = ("position_of_row", "token_of_row", "bank", "base", "quantiles", "gates_of_row", *self._at)
         return {name: getattr(self, name) for name in names}
 

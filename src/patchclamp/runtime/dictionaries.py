@@ -49,7 +49,7 @@ class DeviceSAE:
         return rows.to(matrix.dtype).float() @ matrix.T.float()
 
     def moments(self, rows_ND: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-        """Return each row's offset, which `normalize` subtracts, and divisor."""
+        """Return the offset that `normalize` subtracts from each row, and the row's divisor."""
         if self.normalize == "none":
             return 0.0, 1.0
         if self.normalize == "layer_norm":

@@ -464,7 +464,7 @@ def merged(statuses: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captured]:
-    """Join the workers' shards of each of the `count` wanted captures, in rank order."""
+    """Join the workers' shards of `count` wanted captures, in rank order."""
     shards: list[list[Captured]] = [[] for _ in range(count)]
     for answer in answers:
         for i, captured in answer.items():

@@ -71,7 +71,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The log of scores of a server's own probes.
+    """The score log of a server's own probes.
 
     path: a .jsonl or .parquet path, to which file numbers are added; None: no log
     sample: the fraction of requests that are logged

@@ -58,7 +58,7 @@ class CaptureSender:
         """Return an answer for the receiver `to`, which has mapped the buffers `mapped`. `stored`: rows by index.
 
         The answer has the concatenated bytes from `at` on, at most `MAX_BUFFER_BYTES`. `files`: True if the receiver
-        can open our files. `loan`: the name of a loan of large rows; "" to lend none.
+        can open our files. `loan`: the loan name for large rows; "" to lend none.
         """
         lends = files and loan
         places = {n: place for n, rows in stored.items() if lends and (place := _lendable(rows)) is not None}

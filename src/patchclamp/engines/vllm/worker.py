@@ -95,7 +95,7 @@ class Exchange:
         return moved
 
     def of_cells(self, job: Job) -> dict[str, torch.Tensor]:
-        """Move rows of other workers that a job's cells read here, and return them. Runs on every worker."""
+        """Move other workers' rows that a job's cells read on this worker, and return them. Runs on every worker."""
         cells = CellRecords.of_bytes(job.cells)
         reads = {(cells.keys[key], point) for group in cells.groups for index in (group.key, group.beside)
                  for key, point in np.unique(np.stack([index, group.point], -1).reshape(-1, 2), axis=0).tolist()
@@ -153,7 +153,7 @@ class Exchange:
             return None
 
     def _crossings(self, reads: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the (bank key, reading worker) pairs of rows of runs, in the same order on every worker."""
+        """Return the (bank key, reading worker) pairs of runs' rows, in the same order on every worker."""
         pairs: dict[tuple[str, int], None] = {}
         for key, point in reads:
             if source_of(key) is not None:

@@ -489,8 +489,8 @@ def positions(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:
 
 
 def checked_positions(runner: V2Runner, scheduler_output: SchedulerOutput) -> dict[str, int]:
-    """Return each request of a step with the first position it computes, read from the device after the last step's
-    drafts were checked there. The scheduler's positions assume that all drafts are accepted."""
+    """Return each request of a step with the first position it computes, read from the device after it has checked the
+    last step's drafts. The scheduler's positions assume that all drafts are accepted."""
     states, running = runner.req_states, scheduler_output.scheduled_cached_reqs
     begins, computed = dict(positions(scheduler_output)), states.num_computed_tokens
     counts = torch.Tensor.tolist(computed.gpu)

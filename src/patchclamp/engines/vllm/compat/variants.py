@@ -391,7 +391,7 @@ def _recorded_in(capture: Callable[[], None]) -> list[tuple[Any, Any]]:
 def _check_recorded(
     store: tuple[dict[Any, Any], _Entries], pieces: list[tuple[Any, Any]], keys: set[tuple[Any, int]], one_code: bool
 ) -> None:
-    """Raise `EngineError` if an edited step of one of the (mode, tokens) in `keys` would replay an idle graph.
+    """Raise `EngineError` if an edited step with its (mode, tokens) in `keys` would replay an idle graph.
 
     Every wrapper with an idle graph must be in `store`, whose graphs are exchanged. If both variants run `one_code`,
     each wrapper must also have a graph with taps; otherwise the code with taps has its own wrappers, within a wrapper
