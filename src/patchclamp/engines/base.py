@@ -1,12 +1,12 @@
 """The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `patchclamp.testing` implements it in one file.
 
-Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the numerics of compiled engines, a pause for
-full garbage collections, and the bytes that carry a program to an engine core, with their receipt.
+Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the numerics of compiled engines, less frequent
+full garbage collections, and the bytes and receipt of a program sent to an engine core.
 
-`numerics` selects the code for steps without programs, on an engine that compiles:
+On an engine that compiles, `numerics` selects the code for steps without programs:
 
-uniform: the same code as steps with programs, which has taps. Reading leaves a run bit-identical, and so does writing a
-    capture back to its origin. The default of `pc.LM`.
+uniform: the same code, with taps, as steps with programs. A run stays bit-identical when it is read, or when a capture
+    is written back to its origin. The default of `pc.LM`.
 stock: code compiled without taps, bit-identical to the engine's own. The default of a server.
 
 The two round differently in the last bits wherever the compiler fuses ops across a tap.
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One finding of the doctor.
+    """A finding of the doctor.
 
     part: versions, seams, configuration, sites, fusions, graphs or memory
     name: the item checked
@@ -77,7 +77,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 class Adapter(msgspec.Struct, frozen=True):
     """A LoRA adapter in a folder.
 
-    name: the folder's name, and a hash of its path and its files' sizes and modification times
+    name: the folder's name and a hash of its path, file sizes and modification times
     rank: the largest rank of its modules
     """
 
@@ -87,8 +87,8 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 def adapters_of(folders: Any, prompts: int) -> list[Adapter | None]:
-    """Return the adapter of each prompt. `folders`: None, one folder for all prompts, or a list with one per prompt.
-    Raises `ProgramError` for a list of the wrong length, and the errors of `read_adapter`."""
+    """Return each prompt's adapter. `folders`: None, one folder for all prompts, or a list with one per prompt. Raises
+    `ProgramError` for a list of the wrong length, or the errors of `read_adapter`."""
     if not isinstance(folders, (list, tuple)):
         return [None if folders is None else _read_at(folders, "lora")] * prompts
     if len(folders) != prompts:
@@ -158,7 +158,7 @@ _usual = 0  # the threshold before them
 def rarely() -> Iterator[None]:
     """Run full garbage collections less often inside the context; young objects are collected as usual.
 
-    A full collection starts once the objects have grown by a quarter, which the cells of a sweep soon do. With PyTorch
+    A full collection starts once the number of objects has grown by a quarter, as it soon does in a sweep. With PyTorch
     and vLLM loaded, it takes 0.2 s and blocks everything else.
     """
     global _inside, _usual
@@ -202,22 +202,22 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class PartScores(NamedTuple):
-    """The scores of a probe at some tokens: the tokens' positions [T], and the scores, [T, k] or [L, T, k]."""
+    """A probe's scores at the tokens of a part: their positions [T] and the scores, [T, k] or [L, T, k]."""
 
     positions: list[int]
     scores: Any
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The new output of a run since the last part. Concatenated, parts give its text, token ids and log-probabilities.
+    """A run's output since the last part. The concatenated parts give the run's text, token ids and log-probabilities.
 
     text: new text that no later token changes; partial characters and possible stop texts are held back
     token_ids: the new tokens
     logprobs: one float per new token, if requested
-    scores: scores of the new tokens, by the name of each unpooled probe; the first part also has the prompt's. The last
-        token of a run has no score: it was never an input
-    lens: the results of its lenses at the same tokens, by site: a `LensResult` each, as in `run.lens`
-    features: those of attached SAEs at the same tokens, by name: a `FeaturesResult` each, as in `run.features`
+    scores: scores of the new tokens by unpooled probe name; the first part also has the prompt's scores. A run's last
+        token has no score because it was never an input
+    lens: a `LensResult` at the same tokens for each lens, by site, as in `run.lens`
+    features: a `FeaturesResult` at the same tokens for each attached SAE, by name, as in `run.features`
     """
 
     text: str
@@ -229,8 +229,8 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class PartListener(Protocol):
-    """A callback for the parts of a run, called in order, before the run's answer. It runs on the engine's thread, in
-    this process, so it must not block or raise.
+    """A callback that receives a run's parts in order, before its answer. It is called on the engine's thread, in this
+    process, so it must not block or raise.
 
     closed: the client disconnected; the engine stops the run if it can
     """
@@ -241,24 +241,24 @@ class PartListener(Protocol):
 
 
 class Request(msgspec.Struct):
-    """One request.
+    """A generation or grading request.
 
     run: the key of the run
-    prompt_token_ids, text: the prompt; its text is None if only the ids are known
+    prompt_token_ids, text: the prompt; `text` is None if only the ids are known
     max_tokens: the maximum number of tokens to generate
     bound: the program, if any
-    vectors: the inline vectors that the program reads, rows [n, W] by bank key
-    sampling: sampling parameters, under vLLM's names
-    score: token ids to grade: their log-probabilities as the next token are returned
-    logprobs: the number of top tokens to report at each generated token; 0: only the generated token; None: no
+    vectors: the program's inline vectors, rows [n, W] by bank key
+    sampling: sampling parameters, by vLLM's names
+    score: token ids whose log-probabilities as the next token are returned
+    logprobs: the number of top tokens to report for each generated token; 0: only the generated token; None: no
         log-probabilities
-    code: the functions of its `Apply` ops, by number
-    sources: the runs it reads, held so that they stay until it ends
-    listener: receives the output as it is generated
+    code: the functions of its `Apply` ops, by index
+    sources: the runs that the program reads, kept until the request ends
+    listener: a callback for the output as it is generated
     adapter: the LoRA adapter to apply
-    chat: the messages behind the prompt, if it was a chat
+    chat: the chat messages from which the prompt was rendered, if any
     images: the positions of each image's placeholder tokens in the prompt
-    inputs: the engine's form of a prompt with images (`Expanded`)
+    inputs: a prompt with images in the engine's own form (`Expanded.inputs`)
     ended: True once `Engine.end` was called
     prompt_logprobs: as `logprobs`, for each prompt token
     """
@@ -284,7 +284,7 @@ class Request(msgspec.Struct):
 
     @property
     def abandoned(self) -> bool:
-        """True if it has a listener, and the listener is closed."""
+        """True if the request's listener is closed."""
         return self.listener is not None and self.listener.closed
 
 
@@ -311,10 +311,10 @@ class Drafts(NamedTuple):
 class Monitor(msgspec.Struct, frozen=True):
     """A probe that scores every token of every request of an engine.
 
-    probe: its weight and bias; without a selection of tokens, and not pooled
-    threshold: count the scores above this number; None: do not count
-    points: the points of its site, in the order of layers
-    columns: its columns in the products of all monitors for a token: k for each point
+    probe: its weight and bias; it selects no tokens and is not pooled
+    threshold: the score above which a token is counted; None: do not count
+    points: its site's points, in layer order
+    columns: its columns in a token's products of all monitors: k for each point
     """
 
     probe: Probe
@@ -330,11 +330,11 @@ class Monitor(msgspec.Struct, frozen=True):
 
     @property
     def outputs(self) -> int:
-        """The number of scores k of a token at one point."""
+        """The number of scores k for a token at one point."""
         return len(self.weight)
 
     def scores(self, products_TK: np.ndarray) -> np.ndarray:
-        """Its scores from all monitors' products of T tokens: [T, k], or [L, T, k] if the site has layers L."""
+        """Return this monitor's scores [T, k], or [L, T, k] at a site with L layers, from all monitors' products."""
         own = products_TK[:, list(self.columns)].reshape(len(products_TK), len(self.points), self.outputs)
         bias = 0 if self.probe.bias is None else self.probe.bias.array()
         scores = activated((own + bias).astype(np.float32, copy=False), self.probe.activation).swapaxes(0, 1)
@@ -347,16 +347,15 @@ class Answer(msgspec.Struct):
     token_ids: the generated tokens
     text: the generated text, or a function that decodes it on first use
     logprobs: one float per generated token; None if not requested
-    scores: log-probability as the next token, by token id
+    scores: log-probabilities as the next token, by token id
     finish_reason: "stop" or "length"
-    cached_tokens: prompt tokens read from the prefix cache instead of computed
-    top_logprobs: for each generated token, the log-probabilities of the top tokens, by token id
-    computed_from: the first layer and prompt position computed, if everything before was reused from a run of the
-        prompt without a program; None if all of it was computed, or read from a prefix cache
-    drafts: None if the engine does not count drafts, or makes none
-    monitored: the products of the engine's own probes (`Engine.monitors`) for every token that was an input, [T, K]
-    stop_reason: "probe:NAME" if a condition on that probe ended the run; the last token is then the one that met it,
-        and was an input
+    cached_tokens: the number of prompt tokens read from the prefix cache
+    top_logprobs: log-probabilities of the top tokens by token id, for each generated token
+    computed_from: the first layer and prompt position computed, if earlier ones were reused from the prompt's run
+        without a program; None if the prompt was computed in full or read from a prefix cache
+    drafts: draft token counts; None if the engine does not count drafts, or makes none
+    monitored: products of the always-on probes (`Engine.monitors`) for every input token, [T, K]
+    stop_reason: "probe:NAME" if a condition on that probe ended the run; the last token is an input that met it
     prompt_logprobs, prompt_top_logprobs: as `logprobs` and `top_logprobs`, for each prompt token after the first
     """
 
@@ -378,7 +377,7 @@ class Answer(msgspec.Struct):
 class Gradients(msgspec.Struct, frozen=True):
     """A prompt's activations, and the gradients of its next token's log-probabilities.
 
-    scores: log-probability as the next token, by token id
+    scores: log-probabilities as the next token, by token id
     rows: the activations at each point, fp32 [T, W]
     gradients: the gradient of the weighted sum of log-probabilities with respect to these rows, [T, W]
     """
@@ -389,7 +388,7 @@ class Gradients(msgspec.Struct, frozen=True):
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Conversion between text and token ids."""
 
     def encode(self, text: str) -> list[int]:
         """Return token ids, with the tokenizer's special tokens."""
@@ -404,7 +403,7 @@ class Tokenizer(Protocol):
         ...
 
     def settled(self, ids: Sequence[int]) -> str:
-        """Return the longest prefix of the text that no further ids can change."""
+        """Return the longest prefix of the text that further ids cannot change."""
         ...
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
@@ -412,7 +411,7 @@ class Tokenizer(Protocol):
         ...
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
-        """Return the prompt's text and each token's (begin, end) character offsets in it."""
+        """Return the prompt's text, and the (begin, end) character offsets of each token."""
         ...
 
     def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
@@ -420,7 +419,7 @@ class Tokenizer(Protocol):
         ...
 
     def turns(self, ids: Sequence[int], messages: list[dict[str, Any]], options: dict[str, Any]) -> list[Turn]:
-        """Return the role and token positions of each message of the chat that was encoded as `ids`.
+        """Return the role and token positions of each message in the chat encoded as `ids`.
 
         `options`: further arguments of the chat template. Raises `TokensError` if the positions are ambiguous.
         """
@@ -438,7 +437,7 @@ def settle(future: Future[Answer], answer: Answer | Exception) -> None:
 
 
 def settle_if_failed(futures: Iterable[Future[Any]], job: Future[Any]) -> None:
-    """If the job that serves some requests has failed, set its error on their unfinished futures."""
+    """If the job that serves these requests failed, set its error on the unfinished futures."""
     error = job.exception()
     if error is not None:
         for future in futures:
@@ -457,7 +456,7 @@ TopTokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # positions [T], ids [T, 
 
 
 def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.ndarray) -> list[TopTokens]:
-    """Split the likeliest tokens of all rows by capture."""
+    """Split positions, ids and log-probabilities of the top tokens by capture."""
     ends = np.cumsum([len(each) for each in positions], dtype=np.int64)[:-1]
     return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []
 
@@ -469,8 +468,7 @@ class VllmLLM(Protocol):
 
 
 class Wanted(NamedTuple):
-    """Captured rows to read: of one op, by its index in the bound program, or of every op (None), at positions from
-    `first` on."""
+    """Captured rows at positions from `first` on. `op`: the op's index in the bound program; None: every op."""
 
     run: str
     point: int
@@ -482,7 +480,7 @@ class Wanted(NamedTuple):
 
 
 class PackedTokens(msgspec.Struct, array_like=True):
-    """`TopTokens` of captures as bytes: int64 positions, then int32 ids and fp32 log-probabilities of all rows."""
+    """`TopTokens` of captures as bytes: int64 positions, then int32 ids and fp32 log-probabilities for all rows."""
 
     positions: list[bytes]
     ids: bytes
@@ -497,23 +495,22 @@ class PackedTokens(msgspec.Struct, array_like=True):
 class Engine(Protocol):
     """Runs requests. All methods are thread-safe.
 
-    Defaults of optional features raise an error; engines that support a feature override its method.
+    The default methods of optional features raise an error; engines that support a feature override them.
 
     model: facts of the model
     sites: its site map
     tokenizer: its tokenizer
-    remote: True if programs run in other processes, which rules out `Apply`
+    remote: True if programs run in other processes, so `Apply` is not supported
     has_gradients: True if it supports `gradients` and `jacobians`
-    proved: True if the sites were already proved where the engine runs
+    proved: True if the sites were already proved by the engine itself, such as on a server
     weights: the number of in-place updates of the model's weights
-    proved_weights: that number when its sites were last proved
-    run_prefix: the prefix of its runs' names
-    batch_difference: the difference between programs graded in batches and as requests; "" if none, None before the
-        proof
+    proved_weights: the value of `weights` when the sites were last proved
+    run_prefix: the prefix of all its run names
+    batch_difference: the difference between batched and per-request grades, in words; "" if none, None before the proof
     keeps_captures_here: True if captures use this machine's memory before they are fetched
-    monitors: its always-on probes, which score every token of every request
-    bank: the bank of every `LM` on it; None if each has its own
-    whole_because: the reason why every run is computed in full, on an engine that can compute parts
+    monitors: its always-on probes
+    bank: the bank that all its `LM`s share; None if each has its own
+    whole_because: on an engine that can skip computation, the reason why every run is computed in full
     """
 
     model: Model
@@ -542,29 +539,29 @@ class Engine(Protocol):
 
     @property
     def has_views(self) -> bool:
-        """True if large captures are returned without a copy, so that a whole run can be fetched at once."""
+        """True if large captures are returned without a copy, so a whole run can be fetched at once."""
         return False
 
     @contextlib.contextmanager
     def computing_whole(self) -> Iterator[None]:
-        """Compute requests submitted inside the context in full, in the batches in which they are submitted."""
+        """Compute requests submitted inside the context in full, in batches as submitted."""
         yield
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
-        """Start requests, as one batch if the engine has batches. Each future gets its own answer or error."""
+        """Start requests, as one batch if the engine batches. Each future receives its request's answer or error."""
         ...
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> Captured:
-        """Return ascending positions [T] and rows [T, W] that a run has captured at a point, as in `Wanted`. If two ops
-        captured a position, the later one wins."""
+        """Return the ascending positions [T] and rows [T, W] that a run captured at `point`; `op`, `first` as in
+        `Wanted`. If two ops captured a position, the later one wins."""
         ...
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
-        """Call `fetch` for each, in one round trip. Meant for many small captures."""
+        """Call `fetch` for each item in one round trip. Meant for many small captures."""
         return [self.fetch(*each) for each in wanted]
 
     def gather(self, runs: list[str], point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray, Any]:
-        """The rows of a point in many runs, of one op or of all, as one array: the index of each row's run, its
+        """Return the rows that runs captured at `point`, by one op or by all, as one array: each row's run index, its
         position, and the rows [R, W], ascending by run and position. The array may be a view of captured memory."""
         captured = self.fetch_many([Wanted(run, point, op) for run in runs])
         run = np.repeat(np.arange(len(runs)), [len(positions) for positions, _ in captured])
@@ -573,20 +570,20 @@ class Engine(Protocol):
         return run, np.concatenate([positions for positions, _ in captured]), rows
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
-        """Return the `top` likeliest tokens of each captured row, as wide as the stream, after a translator and the
-        model's own final norm and unembedding; best first, with log-probabilities over the vocabulary in fp32."""
+        """Return the `top` likeliest tokens of each captured row, best first, with fp32 log-probabilities over the
+        vocabulary. Rows [D] pass through the translator, then the model's own final norm and unembedding."""
         raise EngineError(f"the {self.model.engine} engine does not support lenses")
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
-        """Copy an SAE to the device, under a unique name. Raises `CapacityError` if it does not fit."""
+        """Copy an SAE to the device under a unique name. Raises `CapacityError` if it does not fit."""
         raise EngineError(f"the {self.model.engine} engine cannot attach SAEs: use patchclamp serve --sae")
 
     def detach(self, name: str) -> None:
-        """Free the memory of an attached SAE."""
+        """Free an attached SAE's memory."""
         raise EngineError(f"the {self.model.engine} engine cannot detach SAEs")
 
     def release(self, runs: list[str]) -> None:
-        """Free the captures of runs, and stop unfinished runs whose listener is closed. The garbage collector may call
+        """Free the runs' captures, and stop unfinished runs whose listener is closed. The garbage collector may call
         this at any moment, so it must not wait for a lock."""
         ...
 
@@ -595,13 +592,13 @@ class Engine(Protocol):
         ...
 
     def end(self, requests: list[Request]) -> None:
-        """Make unfinished requests end early, as far as the engine can: each with its answer so far, and its captures.
-        Tokens that are still generated are cut off by the caller."""
+        """End unfinished requests early, as far as the engine can. Each keeps its captures and is answered with its
+        output so far. The caller cuts off tokens that are still generated."""
         for request in requests:
             request.ended = True
 
     def text_of(self, prompt: list[int], sampling: dict[str, Any], token_ids: list[int]) -> str:
-        """Return the text of a request that ended after these tokens."""
+        """Return the text of a request that ended after `token_ids`."""
         return complete_text(self.tokenizer.decode, token_ids)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
@@ -625,7 +622,7 @@ class Engine(Protocol):
 
     def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any]) -> Expanded:
         """Prepare a prompt with images in vLLM's format (`{"prompt": ..., "multi_modal_data": {"image": ...}}`, or
-        token ids under "prompt_token_ids"), or a chat with images in its messages, whose template has these options.
+        token ids under "prompt_token_ids"), or a chat with images in `messages`. `options`: chat template arguments.
 
         Raises `EngineError` if the engine does not support images, `ProgramError` for an invalid prompt.
         """
@@ -635,7 +632,7 @@ class Engine(Protocol):
         self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
         stream: np.ndarray | None = None,
     ) -> Gradients:  # fmt: skip
-        """Compute gradients of Σ weight · log p(token) of the next token at some points. Weights are by token id.
+        """Compute gradients of Σ weight · log p(token) of the next token at `points`. `weights`: by token id.
 
         stream: rows [T, D] that replace the stream before the first layer
 
@@ -644,8 +641,8 @@ class Engine(Protocol):
         raise EngineError(f"the {self.model.engine} engine does not compute gradients; engine='transformers' does")
 
     def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
-        """Compute the Jacobian [D, D] of the end of the stream, before the final norm, with respect to points as wide
-        as the stream: of its sum over some positions, averaged over the same positions of the point's rows.
+        """Compute Jacobians [D, D] of the end of the stream, before the final norm, at points of the stream's width.
+        The derivative of the output's sum over `positions` is averaged over the point's rows at `positions`.
 
         Raises: as `gradients`.
         """
@@ -653,20 +650,20 @@ class Engine(Protocol):
 
     @property
     def batch_refusal(self) -> str:
-        """The reason why graded programs run as requests; "" if `grade` runs them."""
+        """The reason why programs are graded as requests; "" if `grade` runs them."""
         return f"the {self.model.engine} engine does not grade in batches"
 
     def job_refusal(self, job: GradeJob) -> str:
-        """The reason why the programs of one job run as requests, on an engine that grades in batches."""
+        """Return the reason why a job's programs run as requests on an engine that grades in batches."""
         return ""
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Grade the programs of jobs, which have the same `kl` and `top`, in the engine's own batches. Fills the
-        tables, and yields the number of a job with the numbers of its graded programs."""
+        """Grade jobs with equal `kl` and `top` in the engine's own batches. Fill the tables, and yield a job's index
+        with the indices of its newly graded programs."""
         raise EngineError(self.batch_refusal)
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
-        """Return a weight by its name in `engines.weights`, fp32; None if the model, or this layer, has none."""
+        """Return a weight by its name in `engines.weights`, fp32; None if the model or layer lacks it."""
         raise EngineError(f"the {self.model.engine} engine does not return weights")
 
     def report(self) -> list[Finding]:
@@ -683,7 +680,7 @@ class Engine(Protocol):
 
 
 def check_sampling(sampling: Mapping[str, Any], known: Iterable[str], engine: str) -> None:
-    """Raise `UnknownName` for a parameter that an engine does not support, `ProgramError` for an invalid value."""
+    """Raise `UnknownName` for an unsupported sampling parameter, `ProgramError` for an invalid value."""
     for name in (name for name in sampling if name not in known):
         if name in VLLM_SAMPLING:
             supported = f"{name!r} is supported by vLLM but not by the {engine} engine; available: {', '.join(known)}"
@@ -718,7 +715,7 @@ class Carried(msgspec.Struct, array_like=True):
     """The payload in a request's sampling parameters.
 
     bound: the program, bound to the prompt
-    sizes: (rows, width) of every bank key that it reads
+    sizes: (rows, width) of each bank key that the program reads
     """
 
     bound: BoundProgram
@@ -729,7 +726,7 @@ decode = msgspec.msgpack.Decoder(Carried).decode
 
 
 def carry(request: Request, sites: SiteMap) -> bytes:
-    """Encode the program of a request that has one."""
+    """Encode a request's program. The request must have one."""
     assert request.bound is not None
     sources = {source.key: source for source in request.sources}
 

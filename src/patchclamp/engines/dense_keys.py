@@ -26,8 +26,7 @@ WATCH = "_patchclamp_watch"  # of a module: called with query, key and options o
 
 
 class DenseKeys:
-    """The keys of a pass (`runtime.attention.Keys`). For layers that a program reads, they are kept from the layer's
-    attention to the end of the pass."""
+    """The keys of a pass (`runtime.attention.Keys`), kept until it ends in layers that a program reads."""
 
     def __init__(self, net: Any, sites: SiteMap, runtime: Runtime) -> None:
         self._runtime, self._points = runtime, dict[torch.nn.Module, int]()
@@ -42,7 +41,7 @@ class DenseKeys:
     def around(
         self, module: torch.nn.Module, name: Literal["query", "output"], tap: Callable[[torch.Tensor], None]
     ) -> None:
-        """Call a tap on the queries of an attention module, [B, T, H · E]."""
+        """Call `tap` on the queries of an attention module, [B, T, H · E]."""
         number, acts = self._points[module], self._runtime.acts_at
 
         def watch(
@@ -82,7 +81,7 @@ class DenseKeys:
         return self._read(self._held[point][1], [slot], count)[0]
 
     def _read(self, key_BKSE: torch.Tensor, slots: list[int], count: int) -> torch.Tensor:
-        """The keys or values of the first `count` positions."""
+        """Return the keys or values of the first `count` positions."""
         batch = self._runtime.continuity.batch
         assert batch is not None
         assert self.passes is not None
@@ -96,7 +95,7 @@ class DenseKeys:
 
 
 def unread_attention(net: Any, sites: SiteMap) -> str:
-    """The reason why attention is not read on this model; "" if it is."""
+    """Return the reason why attention cannot be read on this model; "" if it can."""
     if getattr(net.config.get_text_config(), "attention_chunk_size", None):
         return "its layers use chunked attention"
     module = next((find(net, tap.module) for point, tap in sites.taps("transformers") if point.kind == ROTATED), None)
@@ -115,7 +114,7 @@ def _facts(query_BHTE: torch.Tensor, options: dict[str, Any]) -> AttentionFacts:
 
 @functools.cache
 def _wrap_attention_functions() -> None:
-    """Wrap Transformers' attention functions so that watched modules see queries and keys first."""
+    """Wrap Transformers' attention functions so that watched modules receive queries and keys first."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     functions: Any = ALL_ATTENTION_FUNCTIONS

@@ -1,10 +1,10 @@
 """Batches of the Transformers engine: their forward passes, and sampling from each step's logits.
 
-`Passes` has the inputs of a batch: the padded prompts, then one token per request. `StepReadout` reads tokens and
-log-probabilities from a step's logits, and `OutputWriter` collects those of one request. `Sampler` supports some of
-vLLM's sampling parameters, under vLLM's names. `Generation` holds a batch from start to end.
+`Passes` holds a batch's inputs: the padded prompts, then one token per request. `StepReadout` reads tokens and
+log-probabilities from a step's logits, and `OutputWriter` collects them for one request. `Sampler` supports a subset of
+vLLM's sampling parameters, by vLLM's names. `Generation` holds a batch from start to end.
 
-B requests of the batch · T longest prompt · V vocabulary
+B requests · T tokens of the longest prompt · V vocabulary
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sampler:
 
     @functools.cached_property
     def generator(self) -> torch.Generator:
-        """The random generator of this request."""
+        """The request's random generator."""
         generator = torch.Generator()
         if self._seed in (None, UNSEEDED):
             generator.seed()
@@ -73,7 +73,7 @@ class Sampler:
         return int(torch.multinomial(self.probabilities(logits_V), 1, generator=self.generator))
 
     def probabilities(self, logits_V: torch.Tensor) -> torch.Tensor:
-        """Return the probabilities [V] to sample from; min_p, top_k and top_p apply in this order, as in vLLM."""
+        """Return the sampling probabilities [V] after min_p, top_k and top_p, in this order as in vLLM."""
         probs_V = (logits_V.cpu().float() / self.temperature).softmax(-1)
         probs_V = probs_V * (probs_V >= self.min_p * probs_V.max())
         if 0 < self.top_k < len(probs_V):
@@ -89,7 +89,7 @@ class Sampler:
         return "length" if len(ids) >= max_tokens else None
 
     def safe(self, text: str) -> str:
-        """Return the text without a suffix that may be the beginning of a stop text."""
+        """Return the text without a suffix that may begin a stop text."""
         held_back = (n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n]))
         return text[: len(text) - max(held_back, default=0)]
 
@@ -128,8 +128,8 @@ class OutputWriter:
         return self.request.logprobs is not None or bool(self.scored)
 
     def take(self, token: int, values: Sequence[float], logprobs_V: torch.Tensor | None) -> None:
-        """Append the next token. `values`: its log-probability and those of `scored`; `logprobs_V`: all of them. Both
-        are empty or None if not requested."""
+        """Append the next token. `values`: log-probabilities of the token and of `scored`; `logprobs_V`: over the
+        vocabulary. They are empty and None if not requested."""
         if self.scored:
             self.scores = dict(zip(self.scored, values[1:], strict=False))
         self.ids.append(token)
@@ -146,8 +146,8 @@ class OutputWriter:
     def take_prompt(
         self, hidden_TD: torch.Tensor, own_logits_V: torch.Tensor, unembed: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Compute the log-probabilities of the prompt's tokens from the unembedding's inputs at the preceding tokens.
-        Raises `UnsupportedSite` if `unembed` does not give the model's own logits after the prompt."""
+        """Compute the prompt tokens' log-probabilities from the unembedding's inputs at the preceding tokens. Raises
+        `UnsupportedSite` if `unembed` does not reproduce the model's own logits after the prompt."""
         top, ids = self.request.prompt_logprobs or 0, self.request.prompt_token_ids[1:]
         logits_V = unembed(hidden_TD[len(ids) : len(ids) + 1])[0].float()
         if float((logits_V - own_logits_V).abs().max()) > SAME_LOGITS * float(own_logits_V.abs().max()):
@@ -163,7 +163,7 @@ class OutputWriter:
             self.prompt_top_logprobs += [dict(zip(*row, strict=True)) for row in rows if top]
 
     def _new_text(self) -> str:
-        """Return the text that no later token changes and that was not yet passed to the listener."""
+        """Return text that was not yet passed to the listener and that no later token changes."""
         text = self._stopped_text() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
         if not text.startswith(self._sent):
             if self.done:
@@ -234,10 +234,10 @@ class StepReadout:
 
 
 class Passes:
-    """The padded inputs of the current pass: the prompts first, then one token each.
+    """The padded inputs of the current pass: the prompts, later one token per request.
 
-    reads_prompts: True to keep the unembedding's inputs of the first pass, [B, T, D], as `hidden_BTD`, and the logits
-        after the prompts as `logits_BV`
+    reads_prompts: True to keep the first pass's unembedding inputs, [B, T, D], as `hidden_BTD`, and the logits after
+        the prompts as `logits_BV`
     """
 
     hidden_BTD: torch.Tensor
@@ -288,7 +288,7 @@ class Passes:
 
     @contextlib.contextmanager
     def _reading(self, net: Any) -> Iterator[None]:
-        """Keep the unembedding's inputs of all rows, but unembed only the last."""
+        """Keep all rows of the unembedding's inputs, but unembed only the last."""
         keep, self.keep = self.keep, self.ids_BT.shape[1]
 
         def take(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -316,15 +316,15 @@ class Passes:
 
 @functools.cache
 def cache_name(kind: type) -> str:
-    """Return the name of a model class's cache argument; classes that cache only states name it differently."""
+    """Return the name of a model class's cache argument. Classes that cache only states use another name."""
     return "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 class Generation:
-    """A batch of requests. Some may have failed already.
+    """A batch of requests, including any that have already failed.
 
     errors: the error of each request, if any
-    computed_from: the cut at which the first step begins; None: everything is computed
+    computed_from: the cut at which the first step begins; None to compute everything
     readout: the values read from the last step's logits
     has_failed: True if an error ended the whole batch
     """
@@ -345,14 +345,14 @@ class Generation:
         return [i for i, error in enumerate(self.errors) if error is None]
 
     def start(self, tokenizer: Tokenizer, eos: set[int]) -> list[Request]:
-        """Create writers for the ready requests; return these requests."""
+        """Create output writers for the ready requests, and return these requests."""
         requests = [self.requests[i] for i in self.ready]
         self.writers = [OutputWriter(request, tokenizer, eos) for request in requests]
         return requests
 
     @property
     def may_wait(self) -> bool:
-        """True if the only step is still on the device, and everything to read from it was requested at its launch."""
+        """True if the only step is still on the device, and its whole readout was requested at launch."""
         return self.readout is not None and not self.readout.has_arrived and all(
             writer.sampler.is_greedy and writer.request.max_tokens == 1 and not writer.request.logprobs
             and writer.request.listener is None for writer in self.writers
@@ -365,6 +365,6 @@ class Generation:
             self.errors[i] = error
 
     def answers(self) -> list[Answer | Exception]:
-        """Return the answer or error of every request."""
+        """Return each request's answer or error."""
         answers = iter([writer.answer(self.computed_from) for writer in self.writers])
         return [error or next(answers, RunError("not run")) for error in self.errors]

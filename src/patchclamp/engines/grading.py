@@ -1,6 +1,6 @@
-"""Grading: for many programs on one prompt, the log-probabilities of given next tokens.
+"""Grading: log-probabilities of given next tokens for many programs on one prompt.
 
-`GradeJob` is a prompt with its programs, `Grades` the result. vLLM runs jobs in batches of their own
+`GradeJob` is a prompt with its programs, `Grades` the result. vLLM runs jobs in separate batches
 (`engines/vllm/bulk.py`); every engine can run them as requests (`grade.by_requests`).
 
 N programs · k scores · V vocabulary
@@ -30,15 +30,14 @@ LOOK_EVERY_S = 0.2
 class GradeJob(msgspec.Struct):
     """The programs of one prompt to grade.
 
-    name: unique; runs of the job have names that begin with it
-    count: N
-    suffixes: for each sequence that a program's run computes, the tokens after the prompt
-    terms: for each score the tokens whose log-probabilities are summed: the sequence, the token's offset after the
-        prompt, and the token
+    name: a unique name; the prefix of the job's run names
+    count: the number of programs, N
+    suffixes: the tokens after the prompt in each sequence that a program's run computes
+    terms: for each score, the tokens to sum log-probabilities over: (sequence, offset after the prompt, token)
     kl: True to compute KL(unedited ‖ edited) of the next token
     top: the number of likeliest next tokens to return
-    cells: returns the programs as arrays · bound: returns one, bound to the prompt; None without an edit
-    refused: by number, the reason why a program cannot run in batches
+    cells, bound: functions that return all programs as arrays, and one bound program; None without an edit
+    refused: the reasons why programs cannot run in batches, by index
     vectors, code, sources: as in a `Request`
     has_baseline: False to skip grading the prompt without a program
     """
@@ -59,7 +58,7 @@ class GradeJob(msgspec.Struct):
     has_baseline: bool = True
 
     def without_refused(self) -> GradeJob:
-        """The job with empty programs in place of the refused ones."""
+        """Return the job with empty programs in place of the refused ones."""
         if not self.refused:
             return self
         bound = [None if number in self.refused else self.bound(number) for number in range(self.count)]
@@ -69,7 +68,7 @@ class GradeJob(msgspec.Struct):
 class JobPart(NamedTuple):
     """Consecutive programs of a job.
 
-    number: the number of the job · first: the number of the first program in it
+    number: the job's index · first: the index of the part's first program
     """
 
     job: GradeJob
@@ -79,8 +78,8 @@ class JobPart(NamedTuple):
 
 
 def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tuple[list[tuple[int, ...]], Any]:
-    """The suffixes and terms of a job. A score is a list of tokens to score, each with the tokens after the prompt that
-    precede it. A suffix that is a prefix of another shares its sequence."""
+    """Return a job's suffixes and terms. A score is a list of (preceding tokens after the prompt, token to score). A
+    suffix that is a prefix of another shares its sequence."""
     wanted = sorted({suffix for score in scores for suffix, _ in score}, key=len, reverse=True)
     suffixes: list[tuple[int, ...]] = []
     for suffix in wanted:
@@ -104,7 +103,7 @@ REASONS = {
 
 
 def refused_of(programs: Iterable[BoundProgram | None]) -> dict[int, str]:
-    """The reasons why programs cannot run in batches, by number."""
+    """Return the reasons why programs cannot run in batches, by program index."""
     kinds = [set() if bound is None else {op.kind for op in bound.ops} & REASONS.keys() for bound in programs]
     return {number: next(REASONS[kind] for kind in REASONS if kind in of) for number, of in enumerate(kinds) if of}
 
@@ -116,11 +115,11 @@ class Grades(PublicStruct, frozen=True, eq=False):
     baseline: log-probabilities of the scores without a program, [k]
     kl: KL(unedited ‖ edited) of the next token in nats, [N]; None if not requested
     top_ids, top_logprobs: the likeliest next tokens with their log-probabilities, [N, top]
-    errors: by the number of the program, whose grades are NaN
+    errors: errors by index of the failed program, whose grades are NaN
     route: "bulk" if the engine graded them in batches, "requests" if each was a request
-    route_reason: the reason why some or all of them were requests
-    from_cut: the number of requests that were computed from their first edit on (`Run.computed_from`)
-    captured: the captures of each program, as `LM.fetch` returns them; None for one that failed
+    route_reason: the reason why requests were used for all or part of the programs
+    from_cut: the number of requests computed only from their first edit on (`Run.computed_from`)
+    captured: each program's captures, as `LM.fetch` returns them; None for a failed program
     """
 
     logprobs: np.ndarray
@@ -141,16 +140,14 @@ class Grades(PublicStruct, frozen=True, eq=False):
 
 
 def arrived(found: queue.SimpleQueue[Any]) -> Any:
-    """Get the next item of a queue, polling: Python handles a signal that arrives just before it blocks only after the
-    wait."""
+    """Poll a queue for its next item: a signal that arrives just before a blocking wait is handled only after it."""
     while True:
         with contextlib.suppress(queue.Empty):
             return found.get(timeout=LOOK_EVERY_S)
 
 
 class GradeTable:
-    """Collects the results of a job: row 0 is the prompt without a program, row i + 1 program i. `done` marks graded
-    rows."""
+    """A job's results: row 0 is the prompt without a program, row i + 1 program i. `done` marks graded rows."""
 
     def __init__(self, job: GradeJob) -> None:
         rows = job.count + 1
@@ -163,7 +160,7 @@ class GradeTable:
         self.done: np.ndarray = np.zeros(rows, bool)
 
     def take(self, number: np.ndarray, found: Sequence[np.ndarray], errors: Mapping[int, PatchclampError]) -> None:
-        """Add the results of some programs: log-probabilities, KL, likeliest tokens, and their log-probabilities."""
+        """Add results of programs: log-probabilities, KL, top token ids and their log-probabilities."""
         columns = (self.logprobs, self.kl, self.top_ids, self.top_logprobs)
         for column, values in zip(columns, found, strict=True):
             if column is not None and column.size and values.size:
@@ -184,14 +181,14 @@ class GradeTable:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of logits, over the last axis, in fp64."""
+    """Return fp64 log-probabilities of logits over the last axis."""
     logits = np.asarray(logits, np.float64)
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def kl(log_p: np.ndarray, log_q: np.ndarray) -> float:
-    """KL(p ‖ q) of two distributions as log-probabilities [V]; negative rounding errors are clipped to 0."""
+    """Return KL(p ‖ q) from log-probabilities [V] of two distributions; negative rounding errors are clipped to 0."""
     there = np.isfinite(log_p)
     log_p, log_q = log_p[there], log_q[there]
     return max(float((np.exp(log_p) * (log_p - log_q)).sum()), 0.0)

@@ -1,4 +1,4 @@
-"""The engine of a remote server: `pc.LM("http://host:8000")`. `engines.wire` defines the protocol."""
+"""The engine for a remote server: `pc.LM("http://host:8000")`. `engines.wire` defines the protocol."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ LARGE = ("fetch", "lens", "dictionary", "weight")  # routes whose response may t
 class HttpEngine(Engine):
     """A client of `patchclamp serve`.
 
-    url: the server's address, as in "http://host:8000"
+    url: the server's address, such as "http://host:8000"
     api_key: the server's API key; default: the environment variable VLLM_API_KEY
-    timeout_s: timeout for connecting, and for responses that need no model
+    timeout_s: timeout for connecting and for responses that do not run the model
 
     Raises `ModelError` if the server does not respond, `EngineError` if it is not a patchclamp server.
     """
@@ -141,7 +141,7 @@ class HttpEngine(Engine):
             yield from self._grade_parts(parts, tables)
 
     def _grade_parts(self, parts: Sequence[JobPart], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Grade programs of jobs in one HTTP request."""
+        """Grade parts of jobs in one HTTP request."""
         self._check_open()
         found: queue.SimpleQueue[wire.GradedPart | None] = queue.SimpleQueue()
         left = sum(part.cells.count + 1 for part in parts)
@@ -268,8 +268,8 @@ class HttpEngine(Engine):
         self, verb: str, route: str, body: Any = None, again: bool = False,
         take: Callable[[Any], Awaitable[Any]] = lambda response: response.aread(),
     ) -> Any:  # fmt: skip
-        """Send a request; return the response's body, or the result of `take`. `again`: it may be retried. Raises the
-        server's error, or `EngineError` if there is no response."""
+        """Send a request; return the response's body or the result of `take`. `again`: True if it may be retried.
+        Raises the server's error, or `EngineError` if there is no response."""
         content = None if body is None else msgspec.msgpack.encode(body)
         for left in reversed(range(TRIES if again else 1)):
             try:
@@ -314,7 +314,7 @@ class HttpEngine(Engine):
         batch.task = asyncio.ensure_future(self._run(batch))
 
     async def _run(self, batch: _SentBatch) -> None:
-        """Run a batch. It is not retried: runs that have started may have left captures."""
+        """Run a batch, without retries: runs that have started may have left captures."""
         try:
             async with (
                 self._posts,
@@ -339,7 +339,7 @@ class HttpEngine(Engine):
                 self._batches.pop(request.run, None)
 
     async def _grade(self, body: bytes, found: queue.SimpleQueue[wire.GradedPart | None]) -> None:
-        """Send jobs, and pass on the results as they arrive."""
+        """Send jobs, and pass on their results as they arrive."""
         try:
             async with self._posts, self._client.stream("POST", "/grade", content=body) as response:
                 if response.status_code >= 400:
@@ -355,7 +355,7 @@ class HttpEngine(Engine):
             raise EngineError(f"{self.url} disconnected: {type(error).__name__}: {error}") from None
 
     def _free(self, release: list[str], abort: list[str]) -> None:
-        """Schedule runs to be freed, many in one request."""
+        """Schedule runs to be freed in one request with others."""
         for run in [*abort, *release]:
             batch = self._batches.get(run)
             if batch is not None and batch.stop(run, run in abort):
@@ -372,7 +372,7 @@ class HttpEngine(Engine):
             await self._ask("POST", "free", wire.Free(release, abort), again=True)
 
     async def _live(self) -> None:
-        """Hold the connection that marks this client as alive; reopen it when it closes."""
+        """Hold open the connection that marks this client as alive; reconnect when it closes."""
         timeout = self._httpx.Timeout(self._timeout_s, read=4 * wire.BEAT_S)
         while True:
             with contextlib.suppress(self._httpx.TransportError):
@@ -383,7 +383,7 @@ class HttpEngine(Engine):
 
 
 class _SentBatch:
-    """Requests sent to the server together."""
+    """Requests sent to the server in one batch."""
 
     def __init__(self, pairs: list[tuple[Request, Future[Answer]]], carried: list[bytes | None]) -> None:
         self.pairs, self.carried = pairs, carried
@@ -402,7 +402,7 @@ class _SentBatch:
         return wire.WireBatch(requests, _packed(vectors))
 
     def take(self, event: wire.Event) -> None:
-        """Deliver a server event to its request. An answer without its program's receipt becomes an error."""
+        """Pass a server event to its request. An answer without its program's receipt becomes an error."""
         request, future = self.pairs[event.i]
         if isinstance(event, wire.Generated):
             if request.listener is not None and not future.done():
@@ -419,8 +419,8 @@ class _SentBatch:
                 settle(future, event.answer())
 
     def stop(self, run: str, aborted: bool) -> bool:
-        """End a run that was aborted, or whose listener is closed; return True if it was ended. After its last run,
-        close the connection, so that the server stops computing."""
+        """End a run that was aborted or whose listener is closed; return True if it was ended. After the last run,
+        close the connection to stop the server's computation."""
         ended = [future for request, future in self.pairs if request.run == run and (aborted or request.abandoned)]
         for future in ended:
             settle(future, EngineError(ABORTED))
@@ -435,13 +435,13 @@ class _SentBatch:
 
 
 def _packed(vectors: Mapping[str, np.ndarray]) -> bytes:
-    """Vectors as safetensors, fp32."""
+    """Encode vectors as safetensors, fp32."""
     rows = {key: np.ascontiguousarray(rows, np.float32) for key, rows in vectors.items()}
     return safetensors.numpy.save(rows) if rows else b""
 
 
 def _encoded_jobs(parts: Sequence[JobPart]) -> bytes:
-    """The body of a request to grade some programs of each job."""
+    """Encode the body of a request to grade parts of jobs."""
     bodies, vectors, rows = [], dict[str, np.ndarray](), dict[str, int]()
     for job, _, _, cells in parts:
         sources = {source.key: source for source in job.sources}
@@ -457,7 +457,7 @@ def _encoded_jobs(parts: Sequence[JobPart]) -> bytes:
 
 
 def _posts(jobs: Sequence[GradeJob]) -> Iterator[list[JobPart]]:
-    """Split the programs of jobs into parts that fit into one request."""
+    """Split jobs' programs into parts that fit into one request."""
     post, programs, size = list[JobPart](), 0, 0
     for i, job in enumerate(jobs):
         cells = job.cells()

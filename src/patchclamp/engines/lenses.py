@@ -1,4 +1,4 @@
-"""Lenses next to the model: captured rows through a live model's own final norm and unembedding.
+"""Lenses beside the model: captured rows pass through the live model's own final norm and unembedding.
 
 N rows · D model width · V vocabulary · K likeliest tokens
 """
@@ -24,10 +24,10 @@ Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32
 
 
 class LastNorm(NamedTuple):
-    """A model's final norm, whose input is the end of the stream.
+    """A model's final norm; its input is the end of the stream.
 
-    factor: rows equal the module's input times this factor
-    pair: True if its input is the sum of two tensors
+    factor: the factor from the module's input to rows
+    pair: True if the module's input is the sum of two tensors
     """
 
     module: Any
@@ -36,12 +36,12 @@ class LastNorm(NamedTuple):
 
     @classmethod
     def of(cls, net: torch.nn.Module, sites: SiteMap, engine: Literal["transformers", "vllm"]) -> LastNorm:
-        """Find the norm through the taps of the site table."""
+        """Find the final norm through the site table's taps."""
         tap = next(tap for point, tap in sites.taps(engine) if point.kind == "stream_end")
         return cls(find(net, tap.module), sites.sizes.factor(tap.scale), tap.residual is not None)
 
     def __call__(self, rows_ND: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The normed rows, in the model's dtype."""
+        """Normalize rows; return them in the model's dtype."""
         rows_ND = rows_ND / self.factor
         rounded = rows_ND.to(dtype)
         rest = [(rows_ND - rounded.float()).to(dtype)] if self.pair else []  # as precise as the stream itself
@@ -50,7 +50,7 @@ class LastNorm(NamedTuple):
 
 
 def translation(translator: Translator | None, device: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A translator as a function of rows [N, D], fp32 on a device; without one, the identity."""
+    """Return a translator as a function on fp32 rows [N, D] on `device`; the identity if it is None."""
     if translator is None:
         return lambda rows_ND: rows_ND
     matrix_DD = torch.tensor(translator.matrix.array(), device=device)
@@ -63,7 +63,7 @@ def top_tokens(
     rows: Sequence[torch.Tensor], unembed: Unembed, top: int, sites: SiteMap, device: Any,
     translator: Translator | None,
 ) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
-    """The ids and log-probabilities [N, K] of all rows, concatenated; None if this worker gets no logits."""
+    """Return all rows' top token ids and log-probabilities [N, K], concatenated; None if this worker gets no logits."""
     if any(each.shape[1] != sites.d_model for each in rows):
         raise ProgramError(f"a lens requires rows of the stream width, {sites.d_model}")
     translate, is_here = translation(translator, device), True
@@ -85,7 +85,7 @@ def top_tokens(
 
 
 def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
-    """The rows in parts of at most `size`, in order."""
+    """Yield the rows in order, in parts of at most `size`."""
     part, count = list[torch.Tensor](), 0
     for piece in (piece for each in rows for piece in each.split(size) if len(piece)):
         if count + len(piece) > size:
@@ -98,8 +98,8 @@ def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tenso
 
 
 def likeliest(logits_NV: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids and the log-probabilities of the largest logits, [N, K]. They are in the chunks with the largest maxima,
-    so the rest of the row is not sorted."""
+    """Return the ids and log-probabilities of the largest logits, [N, K]. They are in the chunks with the largest
+    maxima, so only these chunks are sorted."""
     chunks = logits_NV.shape[1] // CHUNK
     largest_NC = logits_NV[:, : chunks * CHUNK].unflatten(1, (chunks, CHUNK)).amax(-1)
     chunk_NK = largest_NC.topk(min(top, chunks)).indices

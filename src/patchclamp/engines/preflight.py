@@ -98,7 +98,7 @@ def model_name(model: Any) -> str:
 def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
     """Raise `ModelError`, with the likely fix, for an unknown name or a folder that cannot be loaded.
 
-    options: the engine's options; some of them make a file unnecessary
+    options: the engine's options, which may make a file unnecessary
     """
     path = Path(name)
     if len(os.fsencode(name)) > MOST_NAME_BYTES or "\0" in name:
@@ -197,7 +197,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def _stored(folder: Path) -> int:
-    """Count the parameters in a folder's safetensors files, from their headers; 0 without such files."""
+    """Count the parameters in a folder's safetensors files from their headers; 0 without such files."""
     count = 0
     for path in folder.glob("*.safetensors"):
         try:
@@ -212,8 +212,8 @@ def _stored(folder: Path) -> int:
 
 
 def default_dtype(name: str) -> str | None:
-    """Return "float32" for a model below 2 B parameters, and log it once; None if a CPU should use the checkpoint's
-    dtype: for larger and quantised models, and for linear attention, whose CPU kernels support only bfloat16."""
+    """Return "float32" for a model below 2 B parameters, and log this once. Return None if a CPU should use the
+    checkpoint's dtype: larger or quantized models, and linear attention, whose CPU kernels support only bfloat16."""
     folder = Path(name)
     if not folder.is_dir():
         found = None if "://" in name or ":" in name else cached(name, "config.json")
@@ -237,7 +237,7 @@ def default_dtype(name: str) -> str | None:
 
 
 def _estimated(config: dict[str, Any]) -> int:
-    """Estimate a decoder's number of parameters from its config; 0 without a vocabulary size."""
+    """Estimate a decoder's parameter count from its config; 0 without a vocabulary size."""
 
     def first(*names: str) -> int:
         return next((value for name in names if isinstance(value := config.get(name), int)), 0)

@@ -1,11 +1,11 @@
-"""Passes of the Transformers engine that compute only what programs can change.
+"""Partial passes of the Transformers engine, which compute only activations that programs can change.
 
 The rest comes from the trunk, the prompt's run without a program. A pass branches off the trunk at a cut (`plan.cuts`).
-It computes the tokens from the cut's position on, with the trunk's keys and values before it. The layers below the cut
-are skipped, and the cut's layer gets the trunk's stream. `Recompute` decides which requests do so, after a proof on the
-live model. If the proof fails, it keeps the reason, and everything is computed.
+It computes tokens from the cut's position on, and uses the trunk's keys and values before it. Layers below the cut are
+skipped, and the cut's layer receives the trunk's stream. `Recompute` chooses the requests to cut, after a proof on the
+live model. If the proof fails, it stores the reason, and everything is computed.
 
-B requests of the batch · T tokens of the prompt · D width of the stream · H key/value heads · E head size
+B requests · T tokens of the prompt · D width of the stream · H key/value heads · E head size
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from patchclamp.sites import SiteMap
 
 
 class SkippableLayers:
-    """A model's layers, which can be skipped, and the module after them."""
+    """A model's layers, which can be skipped, and the module that follows them."""
 
     layers: list[torch.nn.Module]
     end: torch.nn.Module
@@ -47,7 +47,7 @@ class SkippableLayers:
 
     @contextlib.contextmanager
     def read(self, stream: list[torch.Tensor]) -> Iterator[None]:
-        """Append the input of each layer and of the module after the last, [B, T, D] each, to `stream`."""
+        """Append the inputs of each layer and of the module after them, [B, T, D] each, to `stream`."""
 
         def take(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             stream.append(args[0].clone())
@@ -65,7 +65,7 @@ class SkippableLayers:
 
     @contextlib.contextmanager
     def passed_over(self, count: int, stream_BTD: torch.Tensor) -> Iterator[None]:
-        """Skip the first `count` layers; the module after them gets `stream_BTD`."""
+        """Skip the first `count` layers inside the context; the next module receives `stream_BTD`."""
         over = self.layers[:count]
         for module in over:
             module.forward = self._giving(None)
@@ -78,7 +78,7 @@ class SkippableLayers:
                 del module.forward
 
     def _giving(self, result: torch.Tensor | None) -> Callable[..., Any]:
-        """Return a layer's `forward` that returns `result`, or its input if that is None."""
+        """Create a layer's `forward` that returns `result`, or its input if `result` is None."""
 
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             rows = hidden if result is None else result
@@ -88,7 +88,7 @@ class SkippableLayers:
 
 
 class Trunk:
-    """The run of one prompt without a program.
+    """A prompt's run without a program.
 
     stream: the stream before each layer and after the last, [1, T, D] each
     keys, values: one tensor per layer, [1, H, T, E]
@@ -119,7 +119,7 @@ class Trunk:
         return sum(tensor.nbytes for tensor in (*self.stream, *self.keys, *self.values))
 
     def cache(self, count: int, position: int) -> Any:
-        """Return a cache for `count` requests with the positions before `position`; the rows are shared."""
+        """Return a cache for `count` requests with the positions before `position`, sharing the trunk's rows."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache()
@@ -129,7 +129,7 @@ class Trunk:
         return cache
 
     def complete(self, cache: Any, layers: int, count: int) -> None:
-        """Fill in all positions of the first `layers` of a cache, which were skipped."""
+        """Fill in the skipped first `layers` layers of a cache, at all positions."""
         for number, layer in enumerate(cache.layers[:layers]):
             self._fill(layer, number, count, len(self.prompt))
 
@@ -139,7 +139,7 @@ class Trunk:
 
 
 class PassesFromCut(Passes):
-    """The passes of requests with one prompt; the first pass starts at their cut."""
+    """Passes of requests that share a prompt; the first pass starts at the cut."""
 
     def __init__(self, trunk: Trunk, layers: SkippableLayers, cut: Cut, count: int) -> None:
         first = trunk.stream[cut.layer][:, cut.position :]
@@ -177,10 +177,10 @@ FEW = "too few runs share a prompt, or their programs change nearly all of it"
 
 
 class Recompute:
-    """The trunks of one model, and the decision to use them.
+    """A model's trunks, and the decision to use them.
 
-    whole_because: the reason why everything is computed; empty if cuts are allowed
-    passes: the number of first passes that computed everything, and of those that started at a cut
+    whole_because: the reason to compute everything; empty if cuts are allowed
+    passes: the numbers of first passes in full and from a cut
     """
 
     def __init__(self, net: Any, sites: SiteMap, device: str, way: str, max_tokens: int) -> None:
@@ -202,7 +202,7 @@ class Recompute:
         self._longest = max_tokens if window is None or self._proof_tokens > window else window
 
     def groups(self, requests: Sequence[Request], size: int) -> list[PassGroup]:
-        """Group requests, at most `size` together, each group with its cut."""
+        """Group requests into batches of at most `size`; return each with its cut."""
         if self.whole_because or self._off:
             return in_order(range(len(requests)), size)
         wanted = []
@@ -224,7 +224,7 @@ class Recompute:
                 self._off -= 1
 
     def passes_from(self, cut: Cut | None, prompt: Sequence[int], count: int) -> Passes | None:
-        """Return the passes of `count` requests of one prompt from their cut on; None to compute everything."""
+        """Return the passes from `cut` on, for `count` requests with the same prompt; None to compute everything."""
         if cut is None or self.why_whole():
             self.passes["whole"] += 1
             return None
@@ -233,7 +233,7 @@ class Recompute:
         return PassesFromCut(self._trunk(prompt), self._layers, cut, count)
 
     def _trunk(self, prompt: Sequence[int]) -> Trunk:
-        """Return a prompt's trunk. Recent ones are kept for the next requests of a sweep."""
+        """Return a prompt's trunk. Recent trunks are kept for later requests of a sweep."""
         assert self._layers is not None
         key = tuple(prompt)
         trunk = self._trunks.pop(key, None) or Trunk(self._net, self._layers, prompt, self._device)
@@ -242,7 +242,7 @@ class Recompute:
         return trunk
 
     def trim(self, more: int = 0) -> None:
-        """Drop the oldest trunks until `more` bytes fit, or none are left."""
+        """Drop the oldest trunks until there is room for `more` bytes or none is left."""
         while self._trunks and sum(trunk.bytes for trunk in self._trunks.values()) + more > MAX_TRUNK_BYTES:
             self._trunks.popitem(last=False)
 
@@ -254,7 +254,7 @@ class Recompute:
 
     @torch.inference_mode()
     def _prove(self) -> None:
-        """Compare passes from several cuts with whole ones, on this model."""
+        """Compare passes from several cuts with full passes on this model."""
         try:
             self._layers = SkippableLayers(self._net, self._sites)
             self.whole_because = self._difference() or ""
@@ -265,7 +265,7 @@ class Recompute:
             logger.warning("patchclamp: every run is computed in full: %s. Results are unchanged.", self.whole_because)
 
     def _difference(self) -> str | None:
-        """Return a description of the first mismatch between passes from cuts and whole ones; None without one."""
+        """Describe the first mismatch between passes from cuts and full passes; return None without one."""
         assert self._layers is not None
         layers, length = self._sites.layers, self._proof_tokens
         if length < 2:
@@ -286,7 +286,7 @@ class Recompute:
         return None
 
     def _two_steps(self, passes: Passes, cut: Cut, trunk: Trunk) -> list[torch.Tensor]:
-        """Return the logits of two steps, [2, V] each, with the second request edited at the cut."""
+        """Return the logits of two steps, [2, V] each; the second request is edited at the cut."""
         assert self._layers is not None
         module = [*self._layers.layers, self._layers.end][cut.layer]
         noise = torch.randn(self._sites.d_model, generator=torch.Generator().manual_seed(0))
@@ -306,7 +306,7 @@ class Recompute:
 
 
 def _reason(sites: SiteMap, way: str, config: Any) -> str:
-    """Return a reason, known before the proof, to compute everything; "" without one."""
+    """Return a reason to compute everything that is known before the proof; "" without one."""
     if way == "all":
         return 'recompute="all"'
     if not sites.family.tabled:

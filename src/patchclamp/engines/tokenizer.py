@@ -1,7 +1,7 @@
 """The `Tokenizer` protocol on a Transformers tokenizer, and the positions of a chat's messages in its prompt.
 
-A chat template may transform a message in any way, so positions are never guessed. The chat is rendered again with a
-mark in place of each message's content. The text between the marks, joined with the contents, must reproduce the prompt
+A chat template may transform messages arbitrarily, so positions are never guessed. The chat is rendered again with
+marks in place of message contents. The text between the marks, joined with the contents, must reproduce the prompt
 exactly.
 """
 
@@ -25,14 +25,14 @@ Turn = tuple[str, list[int]]  # a message's role, and the positions of the token
 
 
 class Chat(msgspec.Struct):
-    """A prompt's messages, and further arguments of the template (`add_generation_prompt` and the like)."""
+    """A prompt's messages, and further template arguments such as `add_generation_prompt`."""
 
     messages: list[dict[str, Any]]
     options: dict[str, Any] = {}
 
 
 def template_options(messages: Sequence[Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of the chat template: those given and, to continue a final assistant message, the two that
+    """Return the chat template's arguments: those given and, for a final assistant message to continue, the two that
     leave it open."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
         raise ProgramError(f"expected a mapping of options, got {given!r:.100}", "chat_template_kwargs")
@@ -42,7 +42,7 @@ def template_options(messages: Sequence[Any], given: Mapping[str, Any] | None) -
 
 
 def chat_of(messages: Sequence[Any], options: dict[str, Any] | None = None) -> Chat:
-    """Return a chat to keep. Parts that are not text, such as images, are reduced to their type."""
+    """Create a `Chat` from messages. Parts that are not text, such as images, are reduced to their type."""
     plain = [dict(message) for message in messages]
     return Chat([{**message, "content": _remembered(message.get("content"))} for message in plain], options or {})
 
@@ -56,7 +56,7 @@ def _remembered(content: Any) -> Any:
 def prompt_of(
     tokenizer: Any, ids: Sequence[int], text: str | None, chat: Chat | None, images: Sequence[Sequence[int]] = ()
 ) -> Prompt:
-    """Return the prompt to bind programs to. `text`: its original text, if known; `images` as in `Prompt`."""
+    """Return the prompt to which programs are bound. `text`: its original text, if known; `images` as in `Prompt`."""
     turns = None if chat is None else functools.cache(lambda: tokenizer.turns(ids, chat.messages, chat.options))
     return Prompt(ids, functools.cache(lambda: tokenizer.spell(ids, text)), turns, images, tokenizer.bare)
 
@@ -65,11 +65,11 @@ def find_turns(
     render: Callable[[list[dict[str, Any]]], str], spell: Callable[[str], tuple[str, list[tuple[int, int]]]],
     messages: list[dict[str, Any]],
 ) -> list[Turn]:  # fmt: skip
-    """Return each message's role and tokens.
+    """Return each message's role and token positions.
 
     render: renders a chat as text
-    spell: as `Tokenizer.spell`, for this prompt
-    Raises `TokensError` if the prompt is not these messages, in order, between the template's own text.
+    spell: `Tokenizer.spell`, for this prompt
+    Raises `TokensError` unless the prompt is these messages in order, between the template's own text.
     """
     if has_images(messages):
         raise TokensError(
@@ -89,19 +89,19 @@ def find_turns(
 
 
 def has_images(messages: Sequence[Any]) -> bool:
-    """True if a message has a part that is not text."""
+    """True if a message has a part other than text."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     return any(map(_is_image, parts))
 
 
 def _is_image(part: Any) -> bool:
-    """True if a part of a message is anything but text: an image, or sound."""
+    """True if a message part is not text (an image or sound)."""
     return isinstance(part, Mapping) and not isinstance(part.get("text"), str)
 
 
 def _text(content: Any) -> Any:
-    """Join a content that is a list of text parts; return any other unchanged."""
+    """Join content that is a list of text parts; return other content unchanged."""
     if isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
@@ -115,7 +115,7 @@ def _is_said(message: dict[str, Any]) -> bool:
 
 
 def _marked(render: Callable[..., str], messages: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """Return the chat with marks in place of contents, and the marks of the messages that are not blank."""
+    """Return the chat with contents replaced by marks, and the marks of messages that are not blank."""
     said = "".join(message["content"] for message in messages if _is_said(message))
     stem = next(f"mark{i}q" for i in range(len(said) + 1) if f"mark{i}q" not in said)
     marks = [f"{stem}{i}q" for i, message in enumerate(messages) if _is_said(message)]
@@ -124,7 +124,7 @@ def _marked(render: Callable[..., str], messages: list[dict[str, Any]]) -> tuple
 
 
 def _spans(text: str, marked: str, marks: list[str], messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the (begin, end) characters of each message in the chat's text; (0, 0) for a blank message."""
+    """Return each message's (begin, end) character offsets in the chat's text; (0, 0) for a blank message."""
     between, rest = [], marked
     for mark in marks:
         before, found, rest = rest.partition(mark)
@@ -174,7 +174,7 @@ def complete_text(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) ->
 
 
 class HubTokenizer:
-    """A tokenizer of `AutoTokenizer.from_pretrained`."""
+    """A tokenizer from `AutoTokenizer.from_pretrained`."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -203,8 +203,8 @@ class HubTokenizer:
             raise TokensError(f"expected token ids, got {ids!r:.100}") from None
 
     def settled(self, ids: Sequence[int]) -> str:
-        """Return the text that the next token cannot change. This omits a character with missing bytes and, if the
-        tokenizer cleans up spaces, the last word."""
+        """Return the text that the next token cannot change: without a character whose bytes are incomplete and, if the
+        tokenizer cleans up spaces, without the last word."""
         end = len(ids)
         while end and self._may_be_unfinished(ids[end - 1]):  # bytes in a row are decoded together
             end -= 1
@@ -230,10 +230,10 @@ class HubTokenizer:
         return self._spelt(ids)
 
     def _spelt(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of ids that do not round-trip, and the offsets of each token in it.
+        """Return the text of ids that do not round-trip, and each token's offsets.
 
-        Each prefix is decoded from the second to last anchor on, which takes linear time. An anchor is a token after
-        which the text so far consists of whole characters."""
+        An anchor is a token after which the text so far consists of whole characters. Each prefix is decoded from the
+        second to last anchor on, so decoding takes linear time."""
         full, offsets, complete = self._full_text(ids), [], 0
         context = anchor = known = 0  # tokens before both; and the length of the anchor's text
         overlap = ""  # the text from the context to the anchor
@@ -265,8 +265,8 @@ class HubTokenizer:
         return full, offsets
 
     def _continues(self, ids: list[int], i: int, full: str, begin: int, context: int, decoded: str) -> bool:
-        """True if the tokens from `i` on decode to the text from `begin` on, apart from leading spaces. `decoded`: the
-        text of the tokens from `context` to `i`."""
+        """True if the tokens from `i` on decode to `full[begin:]`, apart from leading spaces. `decoded`: the text of
+        the tokens from `context` to `i`."""
         end, text = i, ""
         while end < len(ids) and end - i < 8 * WINDOW and not text.strip(PARTIAL):
             end = min(end + WINDOW, len(ids))
@@ -316,7 +316,7 @@ class HubTokenizer:
 
 
 class NoTokenizer:
-    """The tokenizer of an engine started without one: prompts are token ids, and generated tokens have no text."""
+    """The tokenizer of an engine started without one: prompts are token ids, and outputs have no text."""
 
     def _refuse(self, *_: object) -> Any:
         raise ProgramError("this engine was started without a tokenizer: pass token ids")

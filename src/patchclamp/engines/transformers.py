@@ -1,8 +1,8 @@
-"""The Transformers engine: the same programs through hooks on a Hugging Face model, batched, with a key/value cache.
+"""The Transformers engine: runs programs through hooks on a Hugging Face model, in batches with a key/value cache.
 
-Gradients at points take one forward pass with autograd on, and one backward pass.
+Gradients take one forward pass with autograd and one backward pass.
 
-B prompts of the batch · T tokens of the (longest) prompt · V vocabulary · D model width · W width of a point
+B prompts · T tokens of the (longest) prompt · V vocabulary · D model width · W width of a point
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def gradients(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
     stream: np.ndarray | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `Engine.gradients`. Nothing else may run the model at the same time. Raises as `_watching`."""
+    """Implement `Engine.gradients`. The caller must have exclusive use of the model. Raises as `_watching`."""
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     with _watching(net, sites, points, stream) as (tensors, run):
         logprobs_V = run([prompt_token_ids]).logits[0, -1].float().log_softmax(-1)
@@ -100,9 +100,9 @@ def gradients(
 def jacobians(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], positions: list[int]
 ) -> dict[int, np.ndarray]:
-    """Implement `Engine.jacobians`. Nothing else may run the model at the same time. Raises as `_watching`.
+    """Implement `Engine.jacobians`. The caller must have exclusive use of the model. Raises as `_watching`.
 
-    The prompt is run B times in one batch, and copy b gives row b of B rows of the Jacobians.
+    The batch has B copies of the prompt; copy b computes row b of B rows of the Jacobians.
     """
     factors = {point.number: 1.0 if (view := sites.view(tap)) is None else view.factor
                for point, tap in sites.taps("transformers")}  # fmt: skip
@@ -130,10 +130,10 @@ def jacobians(
 def _watching(
     net: Any, sites: SiteMap, points: list[int], stream: np.ndarray | None = None
 ) -> Iterator[tuple[dict[int, torch.Tensor], Callable[[list[list[int]]], Any]]]:
-    """The tensors at some points, filled with gradients attached as the model runs; and a function that runs it on
-    prompts of equal length. `stream` replaces the stream before the first layer.
+    """Yield a dict of tensors at `points`, on the autograd graph, and a function that runs the model on equal-length
+    prompts and fills it. `stream` replaces the stream before the first layer.
 
-    Raises `UnsupportedSite` for a router, whose choice of experts has no gradient, and for logits.
+    Raises `UnsupportedSite` for logits, and for a router, whose choice of experts has no gradient.
     """
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     for number in points:
@@ -165,10 +165,10 @@ def _watching(
 
 
 def _read(net: Any, tap: Tap, read: Callable[[torch.Tensor], None], copied: bool) -> Any:
-    """Hook a tap: `read` gets its tensor.
+    """Hook a tap: call `read` with its tensor.
 
-    copied: give the module a copy of its input, because other modules may read the original. An output is always
-        copied, because the model may add to it in place.
+    copied: pass a copy of the input to the module, because other modules may read the original. Outputs are always
+        copied, because the model may add to them in place.
     """
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +192,7 @@ def _read(net: Any, tap: Tap, read: Callable[[torch.Tensor], None], copied: bool
 
 
 def _replace(net: Any, tap: Tap, rows_1TD: torch.Tensor) -> Any:
-    """Hook an input: replace its values with the rows, and let gradients flow to the original tensor."""
+    """Hook an input: replace its values with the rows, and propagate gradients to the original tensor."""
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = kwargs[tap.hidden] if isinstance(tap.hidden, str) else args[tap.hidden]
@@ -202,7 +202,7 @@ def _replace(net: Any, tap: Tap, rows_1TD: torch.Tensor) -> Any:
 
 
 def _columns(tensor: torch.Tensor, view: View | None, width: int) -> np.ndarray:
-    """Return a point's rows [T, W] from the tensor of its tap."""
+    """Return a point's rows [T, W] from its tap's tensor."""
     tensor = tensor.detach().float().cpu()
     if view is not None and view.by_head:  # [1, H, T, E]
         return tensor[0].transpose(0, 1).reshape(-1, width).numpy()
@@ -213,14 +213,14 @@ def _columns(tensor: torch.Tensor, view: View | None, width: int) -> np.ndarray:
 class TransformersEngine(Engine):
     """A causal language model from a hub id or a folder.
 
-    dtype: a torch dtype's name, or "auto" for the checkpoint's; default: float32 on a CPU below 2 B parameters, else
-        the checkpoint's
+    dtype: a torch dtype's name, or "auto" for the checkpoint's dtype; default: float32 for models below 2 B parameters
+        on a CPU, else the checkpoint's dtype
     max_num_seqs: the maximum number of prompts in a batch
-    padding_side: the side on which shorter prompts are padded; "right" only for models with a site table and without
-        a sliding window: others would count the padding, which then precedes the generated tokens
-    skip_tokenizer_init: load no tokenizer; prompts are token ids
+    padding_side: the side on which shorter prompts are padded; "right" requires a site table and no sliding window:
+        other models would count the padding, which then precedes the generated tokens
+    skip_tokenizer_init: True to load no tokenizer; prompts are token ids
     numerics: only "uniform": every step runs the same code
-    recompute: for prompts shared by many requests of one call, "changed" computes only the layers and positions that
+    recompute: for a prompt shared by many requests in a call, "changed" computes only the layers and positions that
         programs can change; "all" computes everything
 
     Raises: `ModelError` if there is no site table and none can be derived, if the checkpoint lacks weights, or if the
@@ -333,12 +333,12 @@ class TransformersEngine(Engine):
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """Free the captures of runs. Submitted batches run to their end, except for runs whose listener is closed."""
+        """Free runs' captures. Submitted batches run to their end, except for runs whose listener is closed."""
         with contextlib.suppress(EngineError):  # the engine is closed and holds nothing
             self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
-        """Return counts: programs, runs, vectors, free records, planned steps, batches in full or from a cut."""
+        """Return counts: programs, runs, vectors, free records, planned steps, and batches in full or from a cut."""
         batches = {f"batches_{way}": count for way, count in self._recompute.passes.items()}
         return self._call(lambda: {**self.runtime.status(), **self._room.counts(), **batches}).result()
 
@@ -403,7 +403,7 @@ class TransformersEngine(Engine):
     # -- on the engine's thread
 
     def _read_pending(self) -> None:
-        """Serve pending reads; also between two steps, for callers that read during generation."""
+        """Serve pending reads. Called between steps, too, for callers that read during generation."""
         while self._reads:
             read, job = self._reads.popleft()
             try:
@@ -421,14 +421,14 @@ class TransformersEngine(Engine):
         return by_capture([positions for positions, _ in captured], *found)
 
     def _unembed(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The logits of normed rows."""
+        """Compute the logits of normed rows."""
         logits_NV = self._net.get_output_embeddings()(rows_ND) * self.sites.sizes.logit_factor
         cap = self.sites.sizes.logit_cap
         return logits_NV if cap is None else cap * (logits_NV / cap).tanh()
 
     def _serve(self, requests: list[Request], futures: list[Future[Answer]], cut: Cut | None) -> None:
-        """Serve a batch. A program that does not fit is an error, except in a batch formed by a cut: there it waits for
-        the next batch.
+        """Serve a batch. A program that does not fit waits for the next batch if this one has a cut; otherwise it
+        fails.
 
         The device computes a single-step batch while the next one is admitted, so it is finished after that one starts.
         """
@@ -514,7 +514,7 @@ class TransformersEngine(Engine):
         return placement
 
     def _free(self, runs: Iterable[str]) -> None:
-        """Free the resources of runs' programs."""
+        """Free the resources held for runs' programs."""
         for run in runs:
             self.runtime.free([run])
             self.runtime.drop_code(run)
@@ -528,7 +528,7 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _begin(self, generation: Generation, cut: Cut | None) -> None:
-        """Launch the first step of a batch. A batch with a cut has a single prompt."""
+        """Launch a batch's first step. A batch with a cut has a single prompt."""
         try:
             requests = generation.start(self.tokenizer, self._eos())
             if not requests:
@@ -644,7 +644,7 @@ def load_net(name: str, dtype: torch.dtype | str, trust_remote_code: bool = Fals
 
 
 def _check_cache(net: Any) -> None:
-    """Raise `ModelError` if the model does not accept the cache argument, as its state would be lost between steps."""
+    """Raise `ModelError` if the model does not accept the cache argument: its state would be lost between steps."""
     if cache_name(type(net)) not in inspect.signature(net.forward).parameters:
         raise ModelError(
             f"{type(net).__name__} does not accept past_key_values, so its state would be lost between tokens; "
@@ -653,9 +653,9 @@ def _check_cache(net: Any) -> None:
 
 
 def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
-    """Raise `ModelError` for a model whose layers may count cache slots instead of positions: one with a sliding window
-    shorter than its longest text, one with recurrent layers, whose state would include the padding, and one without a
-    site table."""
+    """Raise `ModelError` for a model whose layers may count cache slots instead of positions: without a site table,
+    with a sliding window shorter than its longest text, or with recurrent layers, whose state would include the
+    padding."""
     kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     windowed = set(kinds) != {"full_attention"} if kinds else getattr(config, "use_sliding_window", True)
     recurrent = "recurrent" in layer_kinds(config, len(kinds or ()))
@@ -669,7 +669,7 @@ def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
 
 
 def _max_positions(config: Any) -> int:
-    """Return the model's maximum number of positions, under any of the names that configs use."""
+    """Return the model's maximum number of positions, under any config name for it."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     for name in names:
         if isinstance(length := getattr(config, name, None), int):

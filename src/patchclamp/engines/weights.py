@@ -1,6 +1,6 @@
 """Weights of a live model by TransformerLens' names, found through the taps of its site table.
 
-A name refers to the same matrix on both engines, although vLLM fuses projections, splits them between workers and packs
+A name refers to the same matrix on both engines, although vLLM fuses projections, shards them across workers, and packs
 or quantizes them. A weight that is not a plain matrix is read by multiplying the identity by it.
 
     D model width · V vocabulary · P positions · H heads (or key/value heads) · E head size ·
@@ -27,8 +27,8 @@ INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn")  # in layers whose attentio
 
 
 class WeightKind(NamedTuple):
-    """shape: its dimensions · point: the kind of the points next to it; empty: one per model · axis: the dimension
-    split across tensor-parallel workers; None: replicated"""
+    """shape: its dimensions · point: the kind of the adjacent points; empty: one per model · axis: the dimension
+    sharded across tensor-parallel workers; None: replicated"""
 
     shape: str
     point: str = ""
@@ -54,7 +54,7 @@ _IN_FULL = re.compile(r"(?:embed|unembed|pos_embed)\.(\w+)|blocks\.(\d+)\.(?:att
 
 
 def short_name(name: str, layer: int | None) -> tuple[str, int | None]:
-    """The name and the layer of a weight, also from TransformerLens' full name, such as blocks.5.attn.W_O."""
+    """Return the name and layer of a weight, also from TransformerLens' full name, such as blocks.5.attn.W_O."""
     found = _IN_FULL.fullmatch(name) if isinstance(name, str) else None
     if found is None or layer is not None:
         return name, layer
@@ -62,7 +62,8 @@ def short_name(name: str, layer: int | None) -> tuple[str, int | None]:
 
 
 def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
-    """The requested layers of a weight: one, or all that have it; empty for a weight that occurs once in the model.
+    """Return the requested layers of a weight: one, or all that have it; empty for a weight that occurs once in the
+    model.
 
     Raises: `UnknownName` for an unknown name, `UnsupportedSite` for a layer, or a model, without such a weight.
     """
@@ -89,7 +90,7 @@ Shard = tuple[str, tuple[int, ...], bytes]  # dtype, shape and bytes
 
 
 def shard_of(weight: torch.Tensor | None) -> Shard | None:
-    """A worker's part of a weight, in its own dtype, which takes half the bytes of fp32."""
+    """Pack a worker's shard of a weight in its own dtype; fp32 would take twice the bytes."""
     import torch
 
     if weight is None:
@@ -99,7 +100,7 @@ def shard_of(weight: torch.Tensor | None) -> Shard | None:
 
 
 def join_shards(name: str, shards: list[Shard | None], workers: int) -> np.ndarray | None:
-    """Join a weight from every worker's shard, in rank order, fp32. Two pipeline stages may both have it: a tied
+    """Join every worker's shard of a weight, in rank order, fp32. Two pipeline stages may both have a tied
     embedding."""
     import torch
 
@@ -116,9 +117,9 @@ def join_shards(name: str, shards: list[Shard | None], workers: int) -> np.ndarr
 def read_weight(
     net: torch.nn.Module, sites: SiteMap, engine: Literal["transformers", "vllm"], name: str, layer: int | None
 ) -> torch.Tensor | None:
-    """A weight of a model in this process, on the host, in its own dtype and the shape of `WEIGHTS`; of a
-    tensor-parallel worker its shard, with the worker's own `sites` (`SiteMap.local`). None if the model, or this
-    worker's stage, has none."""
+    """Return a weight of a model in this process, on the host, in its own dtype and the shape of `WEIGHTS`. A
+    tensor-parallel worker returns its shard, through its own `sites` (`SiteMap.local`). None if the model, or this
+    worker's stage, lacks it."""
     import torch
 
     with torch.no_grad():
@@ -127,7 +128,7 @@ def read_weight(
 
 
 def token_embedding(net: torch.nn.Module) -> Any:
-    """vLLM's embedding of a model's tokens; None if it is in another pipeline stage."""
+    """Return vLLM's token embedding; None if it is in another pipeline stage."""
     inner = map(_inner, net.modules())
     return next((module for module in inner if type(module).__name__ == "VocabParallelEmbedding"), None)
 
@@ -204,7 +205,7 @@ class _Reader:
         return getattr(module, "weight" if end == "w" else "bias", None) if is_norm else None
 
     def _projection(self, word: str, is_bias: bool) -> torch.Tensor | None:
-        """Queries', keys' or values' weights: a module's own, or some columns of a merged one."""
+        """Return the weights of queries, keys or values: a module's own, or columns of a merged module."""
         tap, gated = self._tap("v"), self._sites.family.gated and word == "q"
         sizes, why = self._sites.sizes, self._sites.family.lacks.get(word)
         if why == REORDERED and self._engine == "vllm":
@@ -227,7 +228,8 @@ class _Reader:
         return by_head_IHE[0] if is_bias else by_head_IHE.transpose(0, 1)
 
     def _beside(self, word: str, tap: Tap) -> torch.nn.Module | None:
-        """The module that makes queries, keys or values; if a norm is tapped, the one named like the values'."""
+        """Return the module that computes queries, keys or values; if `tap` is at a norm, the one named like the
+        values'."""
         own = self._find(self._tap(word).module) if word in self._sites.family.points else None
         if own is not None and _is_linear(own):
             return own
@@ -246,7 +248,7 @@ class _Reader:
         return next((child for child in children if type(_inner(child)).__name__ == "RowParallelLinear"), None)
 
     def _into_neurons(self, word: str, down: torch.nn.Module, is_bias: bool) -> torch.Tensor | None:
-        """The weights of the MLP's input matrix, or of its gate."""
+        """Return the weights of the MLP's input matrix, or of its gate."""
         parent = self._find(self._tap("neurons").module.rpartition(".")[0])
         out_MD = _rows(down, False)
         assert parent is not None
@@ -271,7 +273,7 @@ def _is_missing(module: torch.nn.Module) -> bool:
 
 
 def _inner(module: Any) -> Any:
-    """A module without vLLM's wrapper for adapters."""
+    """Return a module without vLLM's wrapper for adapters."""
     return getattr(module, "base_layer", module)
 
 
@@ -282,7 +284,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _rows(module: Any, is_bias: bool) -> torch.Tensor | None:
-    """A linear module's weight as it multiplies rows, [I, O], or its bias [1, O]; None without one."""
+    """Return a linear module's weight for multiplying rows, [I, O], or its bias [1, O]; None without one."""
     import torch
 
     if module is None:

@@ -10,15 +10,15 @@
     POST lens        `LensWanted`; returns `base.PackedTokens`
     POST dictionary  `DictionaryWanted`; returns safetensors, the fields of `FeatureRows`
     POST free        `Free`
-    GET  live/...    by session: a heartbeat byte for as long as the client holds the connection. When it closes, the
-                     client is considered dead unless it reconnects at once
+    GET  live/...    by session: heartbeat bytes while the client holds the connection. When it closes, the client is
+                     considered dead unless it reconnects at once
     POST tokenizer   `Tokenize`; returns the result of that method of `Tokenizer`
     POST weight      `Weight`; returns safetensors, or no bytes if the model has no such weight
     POST sampling    sampling parameters; an error if the engine does not accept them
     GET  status      counts, as `Engine.status`
 
 An error is an HTTP status of 400 or above with OpenAI's error object in JSON. A run's name is `owner-session-…`: it
-determines who may read the run, and finds the captures of a dead client.
+determines who may read the run, and identifies a dead client's captures.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MAX_BODY_BYTES = 1 << 27
 
 
 class Info(msgspec.Struct):
-    """Facts of the server's engine. The fields from `family` on describe its site map.
+    """Facts about the server's engine. The fields from `family` on describe its site map.
 
-    owner: the first part of the names of runs that this API key may use
+    owner: the name prefix of runs that this API key may use
     withdrawn: the sites that failed the proof
     dictionaries: the attached SAEs
-    no_attention: the reason why the engine does not read attention patterns; "" if it does
+    no_attention: the reason why the engine cannot read attention patterns; "" if it can
     """
 
     wire: int
@@ -70,7 +70,7 @@ class Info(msgspec.Struct):
     no_attention: str = ""
 
     def site_map(self, rows: Callable[[str, Sequence[int]], FeatureRows]) -> SiteMap:
-        """The site map; `rows(name, ids)` returns the rows of features."""
+        """Return the site map. `rows(name, ids)` returns the rows of features."""
         sites = SiteMap(self.family, self.sizes, self.tensor_parallel, self.stages)
         sites.withdrawn, sites.no_attention = dict(self.withdrawn), self.no_attention
         for card in self.dictionaries:
@@ -79,8 +79,8 @@ class Info(msgspec.Struct):
 
 
 class WireRequest(msgspec.Struct):
-    """A request. carried: its program (`base.Carried`); vectors: the bank keys that it reads from `WireBatch.vectors`;
-    listens: True to stream parts."""
+    """A request. carried: its program (`base.Carried`); vectors: the bank keys that the program reads from
+    `WireBatch.vectors`; listens: True to stream parts."""
 
     run: str
     prompt_token_ids: list[int]
@@ -102,7 +102,7 @@ class WireBatch(msgspec.Struct):
 
 
 class WireJob(msgspec.Struct):
-    """A `GradeJob`. cells: its programs, as `CellRecords.to_bytes`"""
+    """A `GradeJob`. cells: its programs, as `CellRecords.to_bytes`."""
 
     name: str
     prompt: list[int]
@@ -114,7 +114,7 @@ class WireJob(msgspec.Struct):
 
 
 class WireJobs(msgspec.Struct):
-    """Jobs to grade. vectors: as in a `WireBatch`; rows: the number of rows of each run that they read, by bank key."""
+    """Jobs to grade. vectors: as in a `WireBatch`; rows: the row count of each run that they read, by bank key."""
 
     jobs: list[WireJob]
     vectors: bytes = b""
@@ -137,7 +137,7 @@ class DictionaryWanted(msgspec.Struct):
 
 
 class Free(msgspec.Struct):
-    """Runs to release, to abort, and to end early, and the session of a client that closes."""
+    """Runs to release, abort or end early, and the session of a client that closes."""
 
     release: list[str] = []
     abort: list[str] = []
@@ -156,7 +156,7 @@ class Tokenize(msgspec.Struct):
 
 
 class Generated(msgspec.Struct, tag="part"):
-    """A part of the output of request `i`."""
+    """A part of request `i`'s output."""
 
     i: int
     text: str
@@ -165,7 +165,7 @@ class Generated(msgspec.Struct, tag="part"):
 
 
 class Answered(msgspec.Struct, tag="answer"):
-    """The answer of request `i`, and its program's receipt."""
+    """Request `i`'s answer, and its program's receipt."""
 
     i: int
     receipt: str
@@ -194,15 +194,15 @@ class Answered(msgspec.Struct, tag="answer"):
 
 
 class Failed(msgspec.Struct, tag="error"):
-    """The error of request `i`, packed."""
+    """Request `i`'s error, packed."""
 
     i: int
     error: Packed
 
 
 class GradedPart(msgspec.Struct, tag="grades"):
-    """Results of some programs of job `i`: their numbers, int64, and the arguments of `GradeTable.take`; −1 is the
-    prompt without a program."""
+    """Results of programs in job `i`: their indices, int64, and the arguments of `GradeTable.take`; −1 is the prompt
+    without a program."""
 
     i: int
     number: bytes
@@ -216,8 +216,7 @@ class GradedPart(msgspec.Struct, tag="grades"):
         return cls(i, number.tobytes(), [b"" if of is None else of[number].tobytes() for of in columns], errors)
 
     def read(self, table: GradeTable, first: int) -> np.ndarray:
-        """Add the results to their table, in which the job's programs begin at number `first`. Returns their numbers
-        there."""
+        """Add the results to a table that has the job's programs from index `first` on. Return their indices in it."""
         number = np.frombuffer(self.number, np.int64)
         number = np.where(number < 0, -1, number + first)
         dtypes = np.float32, np.float32, np.int64, np.float32
@@ -250,7 +249,7 @@ class Frames:
 
 
 class CapturedFile:
-    """Writes the bytes of a `fetch` response, as they arrive, straight to their final place: captures are held once."""
+    """Writes the bytes of a `fetch` response to their final memory as they arrive, so captures are held only once."""
 
     def __init__(self, count: int) -> None:
         try:

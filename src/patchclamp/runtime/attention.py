@@ -1,9 +1,9 @@
-"""The attention that programs read and edit, computed from a step's queries and the engine's cached keys and values.
+"""Attention that programs read and edit, computed from a step's queries and the engine's cached keys and values.
 
-Reads are computed at the end of a step. Edits act in a layer right after its attention: for the queries that they
-change, they replace the result by one computed from the edited pattern.
+Reads are computed at the end of a step. Edits act in a layer right after its attention: they replace the results of the
+queries that they change with results computed from the edited pattern.
 
-B requests · N queries of each · T key positions · H query heads · K key/value heads · E head size · M edited queries
+B requests · N queries each · T key positions · H query heads · K key/value heads · E head size · M edited queries
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_SCORES, MAX_KEYS = 1 << 26, 1 << 28  # scores, and numbers of keys, computed
 
 
 class Keys(Protocol):
-    """An engine's cached keys. Slots number the requests of the step."""
+    """An engine's cached keys. Slots identify the step's requests."""
 
     def facts(self, point: int) -> AttentionFacts:
         """Return the score parameters of a point's layer. Raises `UnsupportedSite` if its scores cannot be
@@ -32,25 +32,24 @@ class Keys(Protocol):
         ...
 
     def width(self, point: int) -> int:
-        """The number of elements in the keys of one position."""
+        """Return the number of elements in one position's keys."""
         ...
 
     def scores(
         self, point: int, slots: list[int], query_BNHE: torch.Tensor, position_BN: torch.Tensor, first: int,
         heads: int, count: int,
     ) -> torch.Tensor:  # fmt: skip
-        """The scores of some requests' queries over the first `count` positions (`kernels.attention.scores`)."""
+        """Return the scores of queries over their requests' first `count` positions (`kernels.attention.scores`)."""
         ...
 
     def values(self, point: int, slot: int, count: int) -> torch.Tensor:
-        """The values of the first `count` positions of a request, [T, K, E]; arbitrary values where no query of the
-        step sees them."""
+        """Return the values of a request's first `count` positions, [T, K, E]; arbitrary where no query of the step
+        sees them."""
         ...
 
 
 class Queries(NamedTuple):
-    """The rows of a region: the point, and for each consecutive range the request's slot, first position and row
-    count."""
+    """A region's rows: the point, and for each consecutive range the request's slot, first position and row count."""
 
     point: int
     slot: np.ndarray
@@ -62,9 +61,9 @@ Edits = Mapping[tuple[int, int], Sequence[PatternEdit]]  # of programs, by slot 
 
 
 class AttentionReading:
-    """Reads whole rows of attention, or the `top` largest of each head.
+    """Reads whole attention rows, or each head's `top` largest values.
 
-    number: the index of this reading among those in use
+    number: the reading's index among the readings in use
     """
 
     def __init__(self, number: int, reader: AttentionReader, top: int) -> None:
@@ -72,8 +71,8 @@ class AttentionReading:
         self.numbers: int = reader.heads * (2 * top or reader.keys)
 
     def read(self, rows_NW: torch.Tensor, of: Queries, keys: Keys, heads: int, edits: Edits) -> torch.Tensor:
-        """The attention of some rows of queries, [N, numbers]: each head's row; or each head's largest numbers and then
-        their key positions, as the bits of int32. Patterns include the edits of their program."""
+        """Return the attention rows of queries, [N, numbers]: each head's row, or its largest values and then their key
+        positions, as int32 bits. Patterns include their program's edits."""
         query_NHE, facts = rows_NW.view(len(rows_NW), heads, -1), keys.facts(of.point)
         found = rows_NW.new_zeros((len(rows_NW), self.numbers), dtype=torch.float32)
         first = np.cumsum(of.count) - of.count
@@ -94,7 +93,7 @@ class AttentionReading:
         return found
 
     def _batches(self, of: Queries, width: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The ranges that are read together, and their rows: many requests with one row each, or rows of one."""
+        """Return batches of ranges and their rows: many requests with one row each, or one request's rows."""
         batches = list[tuple[np.ndarray, np.ndarray]]()
         single = np.flatnonzero(of.count == 1)
         if len(single):
@@ -110,7 +109,7 @@ class AttentionReading:
         return batches
 
     def _kept(self, found_BNHT: torch.Tensor) -> torch.Tensor:
-        """Return the values to keep of each row, [B, N, numbers]."""
+        """Return the values to keep for each row, [B, N, numbers]."""
         shape, unseen = found_BNHT.shape[:2], 0.0 if self._reader.site == "pattern" else -torch.inf
         if not self.top:
             padded = torch.nn.functional.pad(found_BNHT, (0, self._reader.keys - found_BNHT.shape[-1]), value=unseen)
@@ -136,13 +135,13 @@ class EditedAttention:
         self._held: dict[int, torch.Tensor] = {}  # queries, by the first position of a range
 
     def hold(self, rows_NW: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hold queries until their attention has been computed."""
+        """Hold queries until their attention is computed."""
         self._held[int(positions[0])] = rows_NW
         return rows_NW
 
     def change(self, rows_NZ: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The attention result, with edited rows computed from their pattern. Raises `TokensError` for a query without
-        visible keys, or a row for others; `UnsupportedSite` if pattern times values is not the result of the engine."""
+        """Return the attention result, with edited rows recomputed from their pattern. Raises `TokensError` if a query
+        sees no keys or not all of a row, `UnsupportedSite` if pattern times values is not the engine's result."""
         first, count, heads = int(positions[0]), int(positions[-1]) + 1, self._end - self._first
         query_NHE = self._held.pop(first).view(len(rows_NZ), self._heads, -1)
         edited_M = torch.stack([edit.is_query(positions) for edit in self._edits]).any(0).nonzero()[:, 0]

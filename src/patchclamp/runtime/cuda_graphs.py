@@ -1,13 +1,13 @@
-"""CUDA graphs with taps, and copies of them reduced to the taps that current steps need.
+"""CUDA graphs with taps, and copies reduced to the taps that current steps need.
 
-A tap that a step does not need still costs its launch (1 to 3 µs on an H200). So after a graph has been replayed
-`PATIENCE` times for the same points, it is cloned, all other taps are removed from the copy, and the copy is replayed
-from then on. All other nodes are the same, so results are bit-identical. If the CUDA bindings do not support this, the
-whole graph is replayed.
+A tap that a step does not need still costs its launch (1 to 3 µs on an H200). So after `PATIENCE` replays of a graph
+for the same points, the graph is cloned, all other taps are removed from the copy, and the copy is replayed from then
+on. The other nodes are unchanged, so results are bit-identical. If the CUDA bindings do not support this, the whole
+graph is replayed.
 
-A graph reads the addresses that it was recorded with. If a step allocates an input instead of filling it in place, the
-graph silently reads stale numbers. With PATCHCLAMP_CHECK_ADDRESSES=1 the addresses are recorded with the graph and
-compared at each replay, and a difference is an error that names the tensors.
+A graph reads the addresses with which it was recorded. If a step allocates an input instead of filling it in place, the
+graph silently reads stale data. With PATCHCLAMP_CHECK_ADDRESSES=1 the addresses are recorded with the graph and
+compared at each replay. A difference raises an error that names the tensors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def checked() -> bool:
 
 
 def addresses(value: Any, path: str, device: str = "cuda") -> dict[str, int]:
-    """The addresses of all tensors on a type of device within a value, by path: `args[0]`,
-    `attn_metadata['model.layers.0'].block_table`. Empty tensors have no address and are left out."""
+    """Return the addresses of all tensors on a type of device within a value, by path: `args[0]`,
+    `attn_metadata['model.layers.0'].block_table`. Empty tensors have no address and are omitted."""
     return dict(_walk(value, path, device, 0))
 
 
@@ -51,7 +51,7 @@ def _walk(value: Any, path: str, device: str, depth: int) -> Iterator[tuple[str,
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a value, each with its path suffix."""
+    """Return a value's parts, each with its path suffix."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, (list, tuple)):
@@ -85,7 +85,7 @@ logger: logging.Logger = logging.getLogger("patchclamp")
 
 
 class Recorded:
-    """The taps of each recorded graph, and the points that the current step needs."""
+    """Each recorded graph's taps, and the points that the current step needs."""
 
     def __init__(self) -> None:
         self._taps: dict[int, list[tuple[Any, int]]] = {}
@@ -100,7 +100,7 @@ class Recorded:
         self.active, self.key = active, active.tobytes()
 
     def note(self, point: int) -> None:
-        """Record the node of the tap that was just launched on the current stream, if a graph is being captured."""
+        """Record the node of the last tap launched on the current stream, if a graph is being captured."""
         if not torch.cuda.is_current_stream_capturing() or _runtime() is None:
             return
         try:
@@ -116,11 +116,11 @@ class Recorded:
         return TappedGraph(graph, self._taps.pop(int(graph.raw_cuda_graph()), []), self)
 
     def forget(self) -> None:
-        """Discard the taps of graphs whose recording failed."""
+        """Discard the taps of graphs that failed to record."""
         self._taps = {}
 
     def keep(self, copy: _Copy) -> None:
-        """Add a copy. Beyond `MAX_NODES`, the least recently chosen are dropped, and freed once they no longer run."""
+        """Add a copy. Beyond `MAX_NODES`, drop the least recently chosen copies; each is freed once it is idle."""
         self._copies[copy] = None
         self.cut += 1
         while sum(other.nodes for other in self._copies) > MAX_NODES and len(self._copies) > 1:
@@ -137,14 +137,14 @@ class Recorded:
 
 
 class _Copy:
-    """An executable graph with only some taps."""
+    """An executable graph with a subset of its taps."""
 
     def __init__(self, owner: TappedGraph, points: frozenset[int], executable: Any, nodes: int) -> None:
         self.owner, self.points, self.executable, self.nodes = owner, points, executable, nodes
         self._launch, self._number, self._stream = _runtime().cudaGraphLaunch, -1, None
 
     def launch(self) -> None:
-        """Launch it on the current stream. Raises `RuntimeError` if CUDA fails."""
+        """Launch the copy on the current stream. Raises `RuntimeError` if CUDA fails."""
         number = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if number != self._number:
             self._stream, self._number = _runtime().cudaStream_t(init_value=number), number
@@ -208,7 +208,7 @@ class TappedGraph:
             self._recorded.chosen(self._copy)
 
     def _count_and_cut(self) -> None:
-        """Count a replay of the whole graph, and make a copy after `PATIENCE` replays for the same points."""
+        """Count a replay of the whole graph. Make a copy after `PATIENCE` replays for the same points."""
         if len(self._replays) > MAX_COUNTED:
             self._replays.clear()
         self._replays[self._points] += 1
@@ -251,7 +251,7 @@ def _take_out(graph: Any, node: Any) -> None:
 
 
 def _join(graph: Any, earlier: Any, later: Any, edge: Any) -> None:
-    """Add an edge of the given type (which may let a kernel start early), or a plain edge if CUDA refuses it."""
+    """Add an edge of the given type (which may let a kernel start early), or a plain edge if CUDA rejects it."""
     try:
         _done("cudaGraphAddDependencies", graph, [earlier], [later], [edge], 1)
     except RuntimeError:
@@ -259,7 +259,7 @@ def _join(graph: Any, earlier: Any, later: Any, edge: Any) -> None:
 
 
 def _neighbours(call: str, node: Any) -> list[tuple[Any, Any]]:
-    """The neighbors of a node, with their edges."""
+    """Return a node's neighbors, with their edges."""
     nodes, edges, count = _done(call, node, _MAX_NEIGHBOURS)
     if count >= _MAX_NEIGHBOURS:
         raise RuntimeError(f"a graph node has {count} neighbours")
@@ -271,7 +271,7 @@ _bindings: list[Any] = []
 
 
 def _runtime() -> Any:
-    """`cuda.bindings.runtime` (13 or newer, PyTorch's own dependency), or None."""
+    """Return `cuda.bindings.runtime` (13 or newer, PyTorch's own dependency), or None."""
     if not _bindings:
         try:
             from cuda.bindings import __version__, runtime  # pyright: ignore[reportMissingImports]

@@ -1,4 +1,4 @@
-"""Steps on a CUDA device: graphs replay the kernel, eager steps launch it, and captures leave in the background.
+"""Steps on a CUDA device: graphs replay the kernel, eager steps launch it, and captures are copied in the background.
 
 `CudaTables`: the program table and the step's rows, at fixed addresses in one tensor of 32-bit words. Changed words are
 packed with their addresses into pinned staging memory, and one small kernel copies them into place. Staging memory
@@ -8,13 +8,13 @@ nothing is copied, except a new base when the capture ring wraps around.
 `Drain`: captured rows go from a ring on the device, over a side stream, into pinned memory that the store keeps. The
 engine's thread only queues work. Before a part of the ring is reused, the compute stream waits until its bytes have
 been copied. Beyond `pinned_bytes`, worker threads move the oldest slabs to ordinary memory. If they fall behind, the
-engine waits for them, so that memory stays bounded and nothing is lost.
+engine waits for them, so memory stays bounded and nothing is lost.
 
-`CudaStep`: the captures of a step are allocated in the ring when it begins, and the tables hold their offset. Steps
-that reuse the plan get the memory after it, so that the tables do not change. Rows that are pooled or encoded come
-last, and only their results are kept: when the step ends the rows' memory is reclaimed, so that it is never copied. If
-a step captures too much, such as a large prefill, every tap allocates its own part, and 64 MiB from the first layers
-are copied while later layers compute. If only the sampled rows are too much, only their tap allocates.
+`CudaStep`: a step's captures are allocated in the ring when it begins, and the tables hold their offset. Steps that
+reuse the plan get the memory that follows, so the tables do not change. Rows to be pooled or encoded come last, and
+only their results are kept: when the step ends, the rows' memory is reclaimed and never copied. If a step captures too
+much, such as a large prefill, every tap allocates its own part, and 64 MiB from the first layers are copied while later
+layers compute. If only the sampled rows do not fit, only their tap allocates.
 
     R maximum rows of a step · N maximum requests of a step · S slots · P points · O records
 """
@@ -63,10 +63,10 @@ class _Staging:
 
 
 class CudaTables:
-    """Device copies of a `ProgramTable` and of a step's rows, as the kernel reads them.
+    """Device copies of a `ProgramTable` and of a step's rows, in the kernel's format.
 
-    `position_of_row` and `token_of_row` are the engine's own tensors of positions and token ids [R], filled by the
-    engine before every step.
+    `position_of_row` and `token_of_row` are the engine's own tensors of positions and token ids [R], which it fills
+    before every step.
     """
 
     table: ProgramTable
@@ -128,7 +128,7 @@ class CudaTables:
     offset: torch.Tensor
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The kernel's inputs, by name."""
+        """Return the kernel's inputs, by name."""
         names = ("position_of_row", "token_of_row", "bank", "base", "quantiles", "gates_of_row", *self._at)
         return {name: getattr(self, name) for name in names}
 
@@ -138,15 +138,14 @@ class CudaTables:
         return self._words.nbytes + self.quantiles.nbytes + self.gates_of_row.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
-        """The (slot, point) pairs with edits that were not finite, of steps whose results have arrived."""
+        """Return the (slot, point) pairs with non-finite edits, in steps whose results have arrived."""
         slots = np.flatnonzero(self._failures)
         slots = slots[self._failures[slots] >> 32 == self.table.generation[slots]]
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
 
     def load(self, plan: StepPlan, batch: Batch, begin: int | None, stride: int = 0) -> None:
-        """Write a step's plan to the tables, with its captures at byte `begin`, or allocated by each tap (None). In
-        further steps of one token per request with the same plan, captures start `stride` bytes after those of the step
-        before."""
+        """Write a step's plan to the tables. Its captures start at byte `begin`, or are allocated by each tap (None).
+        In each further step of one token per request with the same plan, captures start `stride` bytes later."""
         slot, origin = plan.tokens.slot, []
         if stride:
             first = np.zeros(batch.rows, np.int32)
@@ -172,21 +171,21 @@ class CudaTables:
             self._latches.masked_fill_(self._latches >= self._since, NEVER)
 
     def _ranks(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
-        """The ranks of sampled rows, if they may have changed: they are 0 except with draft tokens."""
+        """Return the sampled rows' ranks if they may have changed: they are 0 except with draft tokens."""
         if batch.samples is None and not self._ranked:
             return []
         self._ranked, rank = batch.samples is not None, batch.sampled_ranks.astype(np.int32)
         return [(self._at["rank_of_sample"], np.pad(rank, (0, self.rank_of_sample.shape[0] - len(rank))))]
 
     def _unsettled(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
-        """The positions from which latches are cleared, if rejected draft tokens may have set some."""
+        """Return the positions from which latches are cleared, if rejected draft tokens may have set latches."""
         if not self.table.deciding:
             return []
         since = self.table.unsettled(batch.slot, batch.position, batch.samples)
         return [(self._at["since"], since)] if (since[1:] < NEVER).any() else []
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
-        """Move the captures of coming steps, as if those of the planned step started at byte `begin`."""
+        """Move coming steps' captures as if the planned step's captures started at byte `begin`."""
         self._send(self._targets(plan, begin)[1:])
         self.copies, self.rebased = self.copies - 1, self.rebased + 1
 
@@ -203,7 +202,7 @@ class CudaTables:
         return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in _merged(records)]
 
     def _targets(self, plan: StepPlan, begin: int | None) -> list[tuple[int, np.ndarray]]:
-        """The offsets by capture range and the bases by region, each from the lowest number in use to the highest."""
+        """Return offsets by capture range and bases by region, each from the lowest index in use to the highest."""
         if not plan.size:
             return []
         low, offset = _by_number(plan.layout.range_number, plan.offset, np.int32)
@@ -235,7 +234,7 @@ class CudaTables:
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans begin … end − 1, ascending, with adjacent ones merged."""
+    """Return spans begin … end − 1, ascending, with adjacent spans merged."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -270,7 +269,7 @@ class _FilledSlab:
     """A slab, its blocks, and the event after its last copy from the device.
 
     data: its bytes while it is being filled, then None. Blocks and their views reference this tensor's memory object,
-        so the slab is unread once that object is freed
+        so the slab is unread once the object is freed
     """
 
     def __init__(self, slab: Slab) -> None:
@@ -284,12 +283,12 @@ class _FilledSlab:
 
     @property
     def is_read(self) -> bool:
-        """True if a block or a view of one exists."""
+        """True if a block, or a view of a block, exists."""
         return self._memory() is not None
 
     @property
     def in_use(self) -> bool:
-        """True if it may still be read or written."""
+        """True if the slab may still be read or written."""
         return self.is_read or (self.last_copied is not None and not self.last_copied.query())
 
 
@@ -327,13 +326,13 @@ class Drain:
         self._pinned.is_open = True
 
     def prepare(self) -> None:
-        """Make pinned memory ahead of coming captures."""
+        """Allocate pinned memory ahead of coming captures."""
         self._pinned.prepare()
 
     def allocate(self, size: int) -> Allocation:
         """Allocate device memory for `size` bytes, to be written on the current stream.
 
-        The caller must queue the writes before it allocates again or sends.
+        The caller must queue its writes before it allocates again or sends.
         """
         size = -(-size // ALIGNED) * ALIGNED
         if self._head + size > self._clear:
@@ -354,7 +353,7 @@ class Drain:
                 self._beside_ring.append((memory[: len(memory) - size], block))
 
     def _clear_ahead(self, size: int) -> None:
-        """Make the compute stream wait until at least `size` bytes, or those of one copy, are writable at the head."""
+        """Make the compute stream wait until `size` bytes, or those of one copy if more, are writable at the head."""
         self.send()
         if self._head + size > self._ring_bytes:
             self._head = self._unsent = self._clear = 0
@@ -366,12 +365,12 @@ class Drain:
         self._clear = clear
 
     def _next_copy_bytes(self, size: int) -> int:
-        """The target size of the next copy: the rest of the slab if `size` fits and it is less than a full copy."""
+        """Return the next copy's target size: the rest of the slab if `size` fits and it is less than a full copy."""
         unused = self._filled[-1].slab.size - self._filled[-1].slab.used if self._filled else 0
         return unused if size <= unused < self._copy_bytes else self._copy_bytes
 
     def send(self) -> None:
-        """Queue copies of everything that was written."""
+        """Queue copies of everything written so far."""
         if torch.is_inference_mode_enabled():  # as in steps
             self._send()
         else:
@@ -403,7 +402,7 @@ class Drain:
             self._pinned.close()
 
     def _overlaps(self, begin: int, end: int) -> bool:
-        """True if a copy of the bytes begin … end−1 may be pending."""
+        """True if a copy of the bytes begin … end − 1 may be pending."""
         return any(sent_begin < end and begin < sent_end for sent_begin, sent_end, _ in self._sent)
 
     def _allocate_beside_ring(self, size: int) -> Allocation:
@@ -420,7 +419,7 @@ class Drain:
         return data, 0, block, 0
 
     def _copy(self, source: torch.Tensor, block: HostBlock) -> torch.cuda.Event:
-        """Queue a copy to pinned memory for the block, after the compute stream's work; returns the event after it."""
+        """Queue a copy to pinned memory for the block, after the compute stream's work; return the event after it."""
         size = source.numel()
         filled = self._slab_for(size)
         slab, data = filled.slab, filled.data
@@ -443,7 +442,7 @@ class Drain:
         return copied
 
     def _slab_for(self, size: int) -> _FilledSlab:
-        """The slab that is being filled, or a new one if `size` bytes do not fit. May wait for spills."""
+        """Return the slab being filled, or a new slab if `size` bytes do not fit. May wait for spills."""
         if self._filled and self._filled[-1].slab.used + size <= self._filled[-1].slab.size:
             return self._filled[-1]
         if self._filled:
@@ -468,7 +467,7 @@ class Drain:
         self.spilled += 1
 
     def _give_back(self, checked: int) -> None:
-        """Check the next `checked` slabs in rotation, and return those that are no longer read or written."""
+        """Check the next `checked` slabs in rotation, and release slabs that are no longer read or written."""
         for _ in range(min(checked, len(self._filled))):
             self._next_checked %= len(self._filled)
             filled = self._filled[self._next_checked]
@@ -481,7 +480,7 @@ class Drain:
 
 
 def _spill(filled: _FilledSlab) -> None:
-    """Move the blocks of a slab that are still referenced to ordinary memory."""
+    """Move a slab's blocks that are still referenced to ordinary memory."""
     if filled.last_copied is not None:
         filled.last_copied.synchronize()
     with torch.inference_mode():
@@ -495,8 +494,8 @@ def _spill(filled: _FilledSlab) -> None:
 class CudaStep:
     """Executes steps of at most `rows` rows and `samples` sampled rows.
 
-    positions, tokens: the engine's tensors of every row's position and token id, [R]
-    kept_bytes: the most that a step with a graph may capture; also bounded by half the ring
+    positions, tokens: the engine's tensors of row positions and token ids, [R]
+    kept_bytes: the maximum captures of a step with a graph; also bounded by half the ring
     ring_bytes: captures in transit to the host
     pinned_bytes: captures in pinned host memory
     """
@@ -526,7 +525,7 @@ class CudaStep:
         self._tapped: set[int] = set()  # points with such parts
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Our tensors that graphs read and write, by name."""
+        """Return our tensors that graphs read and write, by name."""
         return {"ring": self.drain.ring, **self.tables.buffers()}
 
     @property
@@ -562,12 +561,12 @@ class CudaStep:
         self._begin = begin or 0
 
     def _bytes_upfront(self, plan: StepPlan) -> int:
-        """The bytes of captures allocated when a step begins: all if they fit, else all but sampled rows, else none."""
+        """Return the bytes of captures to allocate upfront: all if they fit, else all but sampled rows, else none."""
         sizes = plan.size, plan.size - plan.sampled_size
         return next((size for size in sizes if size + plan.scratch <= self.max_graph_bytes), 0)
 
     def _zero(self, plan: StepPlan) -> int:
-        """The place of the buffer's first byte in the ring, also if the sampled rows at its begin are not allocated."""
+        """Return the buffer's origin in the ring, even if the sampled rows at its start are not allocated."""
         return self._first_byte - (plan.size - self._upfront_bytes)
 
     def apply(
@@ -594,8 +593,8 @@ class CudaStep:
         return bad
 
     def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int, int] | None:
-        """Allocate memory for a point's captures: the tensor, the first byte in it, and that byte's offset in the
-        step's buffer; None without captures."""
+        """Allocate memory for a point's captures. Return the tensor, the first byte in it, and that byte's offset in
+        the step's buffer; None without captures."""
         part = plan.by_tap[1].get(point)
         if part is None:
             return None
@@ -617,7 +616,7 @@ class CudaStep:
             self._scratch = 0
 
     def _reduce_part(self, plan: StepPlan, point: int, memory: torch.Tensor, first_byte: int, zero: int) -> None:
-        """Reduce the rows of a point's own part, reclaim their memory, and keep the results."""
+        """Reduce a point's rows in its own part, reclaim their memory, and keep the results."""
         numbers = [i for i, (region, *_) in enumerate(plan.reduced) if plan.layout.point[region] == point]
         base, (_, middle, end) = plan.by_tap[0], plan.by_tap[1][point]
         results = self._results(plan, numbers, base, memory, first_byte - zero)
@@ -630,8 +629,8 @@ class CudaStep:
     def _results(
         self, plan: StepPlan, numbers: Iterable[int], base: np.ndarray, memory: torch.Tensor, zero: int
     ) -> list[tuple[int, torch.Tensor]]:
-        """The results of regions of `plan.reduced`, by number: their offset in the step's buffer, and their bytes. The
-        rows are in a tensor, at `base` from byte `zero` on."""
+        """Return the offset in the step's buffer and the bytes of each result of `plan.reduced`, by index. The rows are
+        in `memory`, at `base` from byte `zero` on."""
         results = []
         for number in numbers:
             region = plan.reduced[number][0]
@@ -647,7 +646,7 @@ class CudaStep:
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, memory: torch.Tensor, begin: int,
         sampled: bool,
     ) -> np.ndarray | None:  # fmt: skip
-        """Launch the kernel up to each request's next code, run that code, and repeat until no code is left."""
+        """Launch the kernel up to each request's next code, run the code, and repeat until none is left."""
         calls = self._calls(point) if self._plan is not None else []
         arguments = (self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
         if not calls:
@@ -662,8 +661,8 @@ class CudaStep:
         return np.array(bad, np.int64)
 
     def _calls(self, point: int) -> list[list[tuple[int, np.ndarray]]]:
-        """The code calls at a point: every request's first one, then every request's second, and so on. A call is the
-        request's index in the batch and the call's record, preceded by its `MATCH` record if it has one."""
+        """Return the code calls at a point: first every request's first call, then every request's second, and so on. A
+        call is the request's index in the batch and the call's record, preceded by its `MATCH` record if it has one."""
         assert self._plan is not None
         table, phases = self.tables.table, []
         first = self._batch.position + self._steps
@@ -683,7 +682,7 @@ class CudaStep:
         self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
         sampled: bool,
     ) -> list[int]:  # fmt: skip
-        """Run a request's code on its rows. Non-finite results are not written; returns the slot if there are any."""
+        """Run a request's code on its rows. Non-finite results are not written; if there are any, return the slot."""
         assert self._plan is not None
         assert self.code is not None
         batch, record = self._batch, named(records[-1:], APPLY)[0]
@@ -708,13 +707,13 @@ class CudaStep:
         return [] if bool(finite_A.all()) else [int(batch.slot[n])]
 
     def _matches(self, condition: np.void, rows: np.ndarray) -> np.ndarray:
-        """A mask of the rows whose token meets the condition of a `MATCH` record."""
+        """Return a mask of the rows whose token meets a `MATCH` record's condition."""
         ids = self.tables.bank[condition["ids"] : condition["ids"] + condition["count"]].long()
         token = self.tables.token_of_row[torch.from_numpy(rows).to(ids.device)].long()
         return torch.isin(token, ids).cpu().numpy() == (condition["expected"] == 1)
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """The location of the step's captures on the host."""
+        """Return the location of the step's captures on the host."""
         upfront, self._upfront = self._upfront, None  # from here on only the caller references the blocks
         parts, self._tap_parts = self._tap_parts, []
         begin = plan.size - self._upfront_bytes

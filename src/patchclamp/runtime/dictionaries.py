@@ -1,4 +1,4 @@
-"""Attached SAEs on the device of one worker: whole encoders, for `Features` and for edits that need whole rows.
+"""Attached SAEs on one worker's device: whole encoders, for `Features` and for edits that need whole rows.
 
 N rows · D width · F features · O width of the output · K requested features
 """
@@ -25,15 +25,15 @@ MAX_VALUES, MAX_ROWS = 1 << 25, 1 << 11  # features, and rows, computed at a tim
 
 
 def dtype_of_precision(precision: str, model: torch.dtype) -> torch.dtype:
-    """The dtype of an SAE's matrices: fp32, or the model's."""
+    """Return the dtype of an SAE's matrices: fp32, or the model's."""
     if precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS, "precision")
     return torch.float32 if precision == "float32" else model
 
 
 class DeviceSAE:
-    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Products are summed in fp32, and everything except
-    the matrices is fp32."""
+    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Products are summed in fp32, and everything but the
+    matrices is fp32."""
 
     def __init__(self, sae: SAE, arrays: dict[str, torch.Tensor]) -> None:
         self.k: int | None = sae.k
@@ -45,7 +45,7 @@ class DeviceSAE:
 
     @staticmethod
     def _product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """rows · matrixᵀ, in fp32."""
+        """Return rows · matrixᵀ, in fp32."""
         if matrix.dtype == torch.float32:
             return rows @ matrix.T
         if rows.is_cuda:
@@ -53,7 +53,7 @@ class DeviceSAE:
         return rows.to(matrix.dtype).float() @ matrix.T.float()
 
     def moments(self, rows_ND: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-        """The offset that `normalize` subtracts from each row, and the divisor."""
+        """Return the offset that `normalize` subtracts from each row, and the row's divisor."""
         if self.normalize == "none":
             return 0.0, 1.0
         if self.normalize == "layer_norm":
@@ -61,7 +61,7 @@ class DeviceSAE:
         return 0.0, rows_ND.square().mean(1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
 
     def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The features of fp32 rows, [N, F]."""
+        """Return the features of fp32 rows, [N, F]."""
         of, (mean, scale) = self._arrays, self.moments(rows_ND)
         if self.normalize != "none":
             rows_ND = (rows_ND - mean) / (scale + (EPSILON if self.normalize == "layer_norm" else 0.0))
@@ -74,13 +74,13 @@ class DeviceSAE:
         return (0 * values_NF).scatter_(1, best.indices, best.values)  # keeps NaN
 
     def decode(self, values_NF: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The output, [N, O], for features of these rows."""
+        """Return the output, [N, O], for these rows' features."""
         of, (mean, scale) = self._arrays, self.moments(rows_ND)
         out_NO = (self._product(values_NF, of["decoder"].T) + of["decoder_bias"]) * scale + mean
         return out_NO + self._product(rows_ND, of["skip"]) if "skip" in of else out_NO
 
     def changed(self, edit: Encoded, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The change of the output, [N, O], by an edit of the features of these rows."""
+        """Return the change in output, [N, O], from an edit of these rows' features."""
         ids = list(edit.ids)
         values_NK = self.encode(rows_ND)[:, ids]
         offset, slope, otherwise = torch.tensor(edit.gates, device=rows_ND.device).T
@@ -88,14 +88,14 @@ class DeviceSAE:
         return gates_NK @ self._arrays["decoder"][ids].float() * self.moments(rows_ND)[1]
 
     def edited(self, edit: Encoded, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The row that replaces h; for an edit of features, the row added to h."""
+        """Return the row that replaces h or, for an edit of features, the row added to h."""
         return self.changed(edit, rows_ND) if edit.ids else self.decode(self.encode(rows_ND), rows_ND)
 
 
 class Reading:
-    """Reads features by an SAE: the `top` largest of each row, or those with a reader's ids.
+    """Reads SAE features: the `top` largest of each row, or the features with a reader's ids.
 
-    number: the index of this reading among those in use
+    number: the reading's index among the readings in use
     """
 
     number: int
@@ -108,7 +108,7 @@ class Reading:
         self._ids = None if reader.ids is None else torch.tensor(reader.ids, device=device)
 
     def read(self, rows_NW: torch.Tensor) -> torch.Tensor:
-        """The values of the features of each row and then their ids, as the bits of int32, [N, 2K]."""
+        """Return each row's feature values and then their ids, as int32 bits, [N, 2K]."""
         sae, found = self.sae, list[torch.Tensor]()
         for part_NW in rows_NW.split(min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))):
             values_NF = sae.encode(part_NW[:, self._first : self._first + sae.width].float())
@@ -121,7 +121,7 @@ class Reading:
 
 
 class Dictionaries:
-    """The SAEs of one worker, by name. `size` bytes are reserved for them; 0: they use free memory."""
+    """One worker's SAEs, by name. `size` bytes are reserved for them; 0: they use free memory."""
 
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self._device, self._size = device, size
@@ -137,7 +137,7 @@ class Dictionaries:
         return len(self._of)
 
     def attach(self, name: str, sae: SAE, dtype: torch.dtype) -> int:
-        """Copy an SAE to the device, with matrices of a dtype. Returns the bytes allocated outside the reserved memory.
+        """Copy an SAE to the device, with matrices in `dtype`. Returns the bytes allocated outside the reserved memory.
         Raises `CapacityError` if it does not fit."""
         self.detach(name)
         arrays = {part: getattr(sae, part) for part in SHAPES if getattr(sae, part) is not None}
@@ -161,7 +161,7 @@ class Dictionaries:
         return 0 if self._size else needed
 
     def _place(self, needed: int) -> int:
-        """The first sufficiently large gap in the memory."""
+        """Return the first sufficiently large gap in the reserved memory."""
         begin = 0
         for first, end in sorted(self._used.values()):
             if first - begin >= needed:
@@ -179,15 +179,15 @@ class Dictionaries:
         self._of.pop(name, None)
 
     def of(self, name: str, content: str = "") -> DeviceSAE:
-        """The SAE of a name. Raises `MissingSource` if it was detached, or replaced by different content."""
+        """Return the SAE with a name. Raises `MissingSource` if it was detached, or replaced by different content."""
         found = self._of.get(name)
         if found is None or content not in ("", found.content):
             raise MissingSource(f"the SAE {name!r} was detached")
         return found
 
     def reading(self, keep: Keep) -> Reading | AttentionReading:
-        """The reading of a capture's features or attention, which programs share. Raises `MissingSource` for an SAE
-        that was detached."""
+        """Return the reading of a capture's features or attention, shared by programs. Raises `MissingSource` for a
+        detached SAE."""
         reader, known = keep.reader, self._readings.get((keep.reader, keep.top))
         sae = self.of(reader.name, reader.content) if isinstance(reader, FeatureReader) else None
         if known is not None and (sae is None or (isinstance(known, Reading) and known.sae is sae)):
@@ -204,15 +204,15 @@ class Dictionaries:
         return made
 
     def numbers_of(self, number: int) -> int:
-        """The values that a reading keeps of each row."""
+        """Return the number of values that a reading keeps per row."""
         return self._numbered[number].numbers
 
     def numbered(self, number: int) -> Reading | AttentionReading:
-        """The reading with a number."""
+        """Return the reading with an index."""
         return self._numbered[number]
 
     def code_of(self, ops: Sequence[BoundOp]) -> dict[int, Callable[..., torch.Tensor]]:
-        """The code of a program's `Encoded` ops, by op. Raises `MissingSource` for an SAE that was detached."""
+        """Return the code of a program's `Encoded` ops, by op index. Raises `MissingSource` for a detached SAE."""
         code: dict[int, Callable[..., torch.Tensor]] = {}
         held: _Held | None = None
         for i, action in enumerate(op.action for op in ops):
@@ -228,8 +228,8 @@ class Dictionaries:
 
 
 class _Held:
-    """One edit. A transcoder reads a row at one site, and edits the same token's row at a later site in the step. A
-    kernel calls both once for each range of positions."""
+    """An edit. A transcoder reads a row at one site, and edits the same token's row at a later site in the step. A
+    kernel calls both once per range of positions."""
 
     def __init__(self, sae: DeviceSAE, action: Encoded) -> None:
         self._sae, self._action = sae, action

@@ -1,4 +1,4 @@
-"""Executors of a step: `HostStep` in PyTorch, on any device; `cuda_step.CudaStep` in Triton, on CUDA under vLLM."""
+"""Step executors: `HostStep` in PyTorch, on any device; `cuda_step.CudaStep` in Triton, on CUDA under vLLM."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from patchclamp.store.host_memory import HostBlock
 
 
 class Bank:
-    """Rows of fp32 numbers on the device, at fixed addresses. The process that admits programs allocates them, and
-    decides when they may be overwritten (`plan.room`).
+    """fp32 rows on the device, at fixed addresses. The process that admits programs allocates them, and decides when
+    they may be overwritten (`plan.room`).
 
-    data: a flat tensor of `numbers` numbers on `device`
+    data: a flat tensor of `numbers` elements on `device`
     """
 
     def __init__(self, numbers: int, device: str | torch.device = "cpu") -> None:
@@ -47,8 +47,8 @@ Encode = Callable[[int, torch.Tensor, Queries], torch.Tensor]  # the number of a
 
 
 def reduced_rows(plan: StepPlan, steps: int, number: int, rows_NW: torch.Tensor, encode: Encode | None) -> torch.Tensor:
-    """The results of region `number` of `plan.reduced`, flat, in fp32: its rows pooled op by op, or read. The step is
-    the one `steps` after the planned one."""
+    """Return the results of region `number` of `plan.reduced`, flat, in fp32: its rows pooled by op, or read. The step
+    is `steps` after the planned step."""
     region, how, ranges, count = plan.reduced[number]
     if how <= len(POOLS):
         return _pool(rows_NW, count, how).reshape(-1)
@@ -59,7 +59,7 @@ def reduced_rows(plan: StepPlan, steps: int, number: int, rows_NW: torch.Tensor,
 
 
 def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
-    """The sums, in fp64, or the maxima of consecutive rows, `counts` of them at a time, [R, W]."""
+    """Return the sums, in fp64, or the maxima of groups of consecutive rows, whose sizes are `counts`, [R, W]."""
     if len(rows_NW) >= LONG * len(counts):  # the call below has one thread for each column of a range
         parts = rows_NW.split(counts.tolist())
         is_max = POOLS[pool - 1] == "max"
@@ -75,10 +75,10 @@ def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
 class Step(Protocol):
     """The runtime's interface to an executor.
 
-    unit: the sizes of captured numbers in plans, `NUMBERS` or `BYTES`
+    unit: the unit of captured sizes in plans, `NUMBERS` or `BYTES`
     recording: True while a graph is recorded, so that every tap launches
-    code: runs code, by its number, on rows [n, W] at a point and at positions [n]; returns None if it failed
-    encode: reads features or attention of rows [n, W], by the number of the reading
+    code: runs code, by index, on rows [n, W] at a point and at positions [n]; returns None if it failed
+    encode: reads features or attention of rows [n, W], by the reading's index
     """
 
     unit: np.ndarray
@@ -92,22 +92,23 @@ class Step(Protocol):
         ...
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
-        """Begin the step that is `steps` after the one of `plan` and `batch`, each of one token per request."""
+        """Begin the step `steps` after that of `plan` and `batch`. Steps after the planned one have one token per
+        request."""
         ...
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
     ) -> np.ndarray | None:
-        """Apply the plan at a point. Returns the slots whose edits were not finite, and so not written; or None if
+        """Apply the plan at a point. Returns the slots with non-finite edits, which were not written, or None if
         `failed` will report them."""
         ...
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
-        """Pool and encode the step's captures; return their location, or None if there are none."""
+        """Pool and encode the step's captures; return their location, or None without captures."""
         ...
 
     def prepare(self) -> None:
-        """Prepare for captures, when a program that captures has been admitted."""
+        """Prepare for captures, after a program that captures was admitted."""
         ...
 
     def open_captures(self) -> None:
@@ -123,16 +124,15 @@ class Step(Protocol):
         ...
 
     def failed(self) -> list[tuple[int, int]]:
-        """The (slot, point) pairs whose edits were not finite, and so not written, in steps whose results have arrived;
-        excludes those that `apply` returned."""
+        """Return the (slot, point) pairs with non-finite edits, which were not written, in steps whose results have
+        arrived; excludes slots that `apply` returned."""
         ...
 
 
 class HostStep:
     """Steps in PyTorch, with one fp32 capture buffer per step.
 
-    On a GPU, non-finite edits are reported after the step, so that taps do not synchronize, except those that read
-    token ids or run code.
+    On a GPU, non-finite edits are reported after the step, so only taps that read token ids or run code synchronize.
     """
 
     unit, recording = NUMBERS, False

@@ -1,6 +1,6 @@
-"""The custom op `patchclamp::site`, which every tap calls. It calls the runtime that is active on its thread.
+"""The custom op `patchclamp::site`, which every tap calls. It calls its thread's active runtime.
 
-The op mutates its tensors, so a compiler keeps it in place. If no runtime is active (while vLLM profiles or warms up,
+The op mutates its tensors, so a compiler keeps it in place. Without an active runtime (while vLLM profiles or warms up,
 and in idle steps), it does nothing.
 """
 
@@ -34,9 +34,9 @@ _library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int point, int la
 def acting(
     hidden: torch.Tensor, residual: torch.Tensor | None, point: int, layer: int = -1, points: torch.Tensor | None = None
 ) -> None:
-    """The implementation of the op. Taps outside compiled code call it directly.
+    """Implement the op. Taps outside compiled code call this function directly.
 
-    point: the number of the tap's point; with `points` (from `carrying`), its index among them
+    point: the index of the tap's point; with `points` (from `carrying`), its index in `points`
     layer: the tap's layer, or −1; only for the compiler
     """
     if points is not None:
@@ -46,7 +46,7 @@ def acting(
 
 
 def carrying(points: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A tensor that passes a layer's points to the op through compiled code, which is then equal for every layer."""
+    """Return a tensor that carries a layer's points to the op, so compiled code is the same for every layer."""
     if device.type == "meta":  # the op would silently do nothing
         raise ModelError("a traced graph has no device, so its taps would do nothing")
     tensor = torch.zeros(1, device=device)
@@ -75,10 +75,10 @@ class _Passing(TorchDispatchMode):
 
 
 def shorten(packet: Any) -> bool:
-    """Let compiled code call `acting` without PyTorch's dispatcher. Returns True if that works.
+    """Let compiled code call `acting` without PyTorch's dispatcher. Returns True on success.
 
-    Compiled code looks the op up by name at every call. While it runs, the lookup returns `acting`; all other code gets
-    the op. The dispatcher takes 2 µs, or 7 µs with cold caches as in a step, at each of hundreds of taps.
+    Compiled code looks the op up by name at every call. The lookup returns `acting` to compiled code and the op to all
+    other code. The dispatcher takes 2 µs, or 7 µs with cold caches as in a step, at each of hundreds of taps.
     """
     if not switches.enabled("op_class"):
         return False
@@ -110,8 +110,8 @@ shorten(site)
 class at_work:
     """A context in which taps on this thread call `runtime`; with None they do nothing.
 
-    compiled: True if all code in the context is already compiled. Nothing may be traced or compiled then, since Dynamo
-        does not support the replacement made by `shorten`
+    compiled: True if all code in the context is already compiled. Nothing may be traced or compiled then: Dynamo does
+        not support the replacement made by `shorten`
     """
 
     __slots__ = ("_before", "_within")

@@ -1,11 +1,11 @@
-"""The runtime of one model on one worker: admitted programs, the current step's plan, and captures.
+"""A model's runtime on one worker: admitted programs, the current step's plan, and captures.
 
-Its owner installs a program before its request is scheduled, and frees it when the request has ended. For each engine
-step it calls `begin_step` once the batch is known (or `begin`, which always makes a new plan), runs the model
-`at_work`, and calls `end`, all on the thread that steps the engine.
+The runtime's owner installs a program before its request is scheduled, and frees it when the request has ended. For
+each engine step the owner calls `begin_step` once the batch is known (or `begin`, which always makes a new plan), runs
+the model `at_work`, and calls `end`, all on the thread that steps the engine.
 
 Under tensor parallelism a worker applies each op to its own columns (`shard_op`). `ResidentRows` tracks the rows that
-programs read from the bank. `Continuity` relates each step to the one before it:
+programs read from the bank. `Continuity` relates each step to the previous step:
 
 `quiet`: each request advanced by one token, and the plan is still valid.
 `advanced`: the same, but positions and captures advance by one step.
@@ -74,11 +74,11 @@ from patchclamp.store.captures import (
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of a worker's tables, bank, batches and capture buffers. The last four apply on a GPU only.
+    """A worker's limits on tables, bank, batches and capture buffers. The last four apply on a GPU only.
 
-    max_programs: programs admitted at one time
-    cells: slots for cells that are graded in batches, in addition to those of programs
-    max_records: their records, one for each point and position range
+    max_programs: programs admitted at the same time
+    cells: slots for cells graded in batches, in addition to program slots
+    max_records: records of programs and cells, one for each point and position range
     bank_bytes: vectors on the device
     sae_bytes: attached SAEs on the device, reserved at start; 0: they use free memory when attached
     batch_share: time of graded batches while requests run, relative to the time of the engine's steps
@@ -104,10 +104,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
-    """Restrict an op to this worker's shard of each row. `shards` [P] are the worker's; all points of an op are sharded
-    the same way.
+    """Restrict an op to this worker's shard of each row. `shards` [P]: the worker's shard at each point; an op's points
+    are sharded identically.
 
-    Vector keys get the worker's columns appended, and noise gets the number of its first column. Raises
+    Vector keys get the worker's columns appended, and noise gets the index of its first column. Raises
     `UnsupportedSite` for noise on a shard that starts within a group of four columns, which are drawn together.
     """
     reader = op.action.reader if isinstance(op.action, Keep) else None
@@ -165,7 +165,7 @@ def columns_in(key: str) -> tuple[str, int | None, int | None]:
 
 
 class ResidentRows:
-    """Rows of inline vectors and of runs in a bank. `captured` returns the local captures [T, W] by (run, point)."""
+    """Rows of inline vectors and runs in a bank. `captured` returns local captures [T, W] by (run, point)."""
 
     def __init__(
         self, bank: Bank, sites: SiteMap, captured: Callable[[list[tuple[str, int]]], list[torch.Tensor]]
@@ -179,15 +179,15 @@ class ResidentRows:
         return len(self._places)
 
     def find(self, wanted: Sequence[tuple[str, int]]) -> None:
-        """Fetch local captures of runs in one call, for use until the next `write`."""
+        """Fetch runs' local captures in one call, for use until the next `write`."""
         self._found = dict(zip(wanted, self._captured(list(wanted)), strict=True)) if wanted else {}
 
     def addresses(
         self, ops: Sequence[BoundOp], placement: Placement, vectors: Mapping[str, torch.Tensor],
         remote: Mapping[str, torch.Tensor],
     ) -> dict[str, tuple[int, int]]:  # fmt: skip
-        """The (offset, width) of the rows of every key that the ops read. Rows that are not in the bank are written by
-        the next `write`, from `vectors`, `remote` rows or a run. If rows are missing, raises the first `MissingSource`
+        """Return the (offset, width) of the rows for each key that the ops read. The next `write` adds rows missing
+        from the bank, from `vectors`, `remote` rows or a run. If rows are unavailable, raises the first `MissingSource`
         after all other rows have their place."""
         addresses: dict[str, tuple[int, int]] = {}
         missing: MissingSource | None = None
@@ -203,7 +203,7 @@ class ResidentRows:
     def address(
         self, key: str, placement: Placement, vectors: Mapping[str, torch.Tensor], remote: Mapping[str, torch.Tensor]
     ) -> tuple[int, int]:
-        """The (offset, width) of a key's rows, as in `addresses`."""
+        """Return the (offset, width) of a key's rows, as in `addresses`."""
         own = own_point(key)
         if own is not None:
             return placement.addresses[key][0], self._sites.points[own].width // self._sites.shard_count(own)
@@ -237,7 +237,7 @@ class ResidentRows:
             )
 
     def write(self) -> None:
-        """Write the pending rows, in order, adjacent rows in one copy. If that fails, all of them count as missing."""
+        """Write the pending rows, in order, adjacent rows in one copy. If this fails, all of them count as missing."""
         unwritten, self._unwritten, self._found = self._unwritten, {}, {}
         try:
             self._write(list(unwritten.values()))
@@ -260,7 +260,7 @@ class ResidentRows:
             self._bank.write(first, neighbours)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Discard the places of rows that are no longer in the bank."""
+        """Discard the locations of rows that are no longer in the bank."""
         for name in names:
             self._places.pop(name, None)
 
@@ -269,10 +269,10 @@ Sameness = Literal["quiet", "advanced", "changed"]
 
 
 class Continuity:
-    """The last planned step, the steps since that reuse its plan, and the capture chunk that they fill.
+    """The last planned step, the later steps that reuse its plan, and the capture chunk that they fill.
 
-    `plan`, `batch`: of the planned step; None if no step may reuse it. `steps`: the number of steps that advanced it.
-    Any change to the programs of `table` invalidates all of it.
+    `plan`, `batch`: the planned step's; None if no step may reuse them. `steps`: the number of steps that advanced the
+    plan. Any change to the programs of `table` invalidates all three.
     """
 
     def __init__(self, table: ProgramTable) -> None:
@@ -282,7 +282,7 @@ class Continuity:
         self.forget()
 
     def forget(self) -> None:
-        """Invalidate the plan, so that the next step gets a new one."""
+        """Invalidate the plan, so the next step gets a new plan."""
         self.plan: StepPlan | None = None
         self.batch: Batch | None = None
         self.steps: int = 0
@@ -292,7 +292,7 @@ class Continuity:
         self._chunk_end = 0  # the step after the plan's that the chunk could take next
 
     def start(self, requests: list[str], batch: Batch, plan: StepPlan, device_labels: bool) -> None:
-        """Let later steps reuse this plan. `device_labels`: True if the device has its rows' positions already."""
+        """Let later steps reuse this plan. `device_labels`: True if the device already has its rows' positions."""
         self.forget()
         self.plan, self.batch, self._requests, self._version = plan, batch, requests, self._table.version
         self._next_position = batch.position + 1
@@ -320,7 +320,7 @@ class Continuity:
     # -- answers to the scheduler
 
     def answer(self, requests: list[str] | None) -> tuple[bool, bool] | None:
-        """The last answer, if it is valid for a step of these requests, in the scheduler's order, one token later."""
+        """Return the last answer if valid for a step of these requests, in the scheduler's order, one token later."""
         if self._scheduled is None or self._answer_version != self._table.version or self._scheduled != requests:
             return None
         if not self._answer_steps:
@@ -329,16 +329,16 @@ class Continuity:
         return self._answer
 
     def keep_answer(self, requests: list[str] | None, answer: tuple[bool, bool], steps: int) -> None:
-        """Cache an answer for `steps` further steps of the same requests; with None for requests, nothing is cached."""
+        """Cache an answer for `steps` further steps of the same requests. With `requests` None, cache nothing."""
         self._scheduled = None if requests is None else list(requests)
         self._answer, self._answer_steps, self._answer_version = answer, steps, self._table.version
 
     # -- captures
 
     def captured(self, place: BufferSlice | ScatteredSlices, run: np.ndarray) -> CaptureChunk | None:
-        """Append the step's captures at `place` to the current chunk; or start a new chunk and return it.
+        """Append the step's captures at `place` to the current chunk, or start a new chunk and return it.
 
-        `run`: the number of each slot's run
+        `run`: the index of each slot's run
         """
         assert self.plan is not None
         chunk = self._chunk
@@ -357,9 +357,9 @@ class _InstalledProgram(msgspec.Struct):
     """An admitted program.
 
     slot: 0 if it could not be installed
-    token_bytes: the most bytes that it captures per token
-    readings: the features that it reads, which it keeps alive
-    attention: its edits of attention, by the point of the queries
+    token_bytes: the maximum bytes that it captures per token
+    readings: the readings that it uses and keeps alive
+    attention: its attention edits, by query point
     """
 
     run: str
@@ -373,8 +373,8 @@ class _InstalledProgram(msgspec.Struct):
 class Arrival(NamedTuple):
     """A program to install.
 
-    receipt: returned with the result, to confirm that it was installed
-    checked: the positions whose rows at `embed` are kept too, for a self-check
+    receipt: returned with the result, to confirm the installation
+    checked: the positions whose rows at `embed` are also kept, for a self-check
     """
 
     request: str
@@ -385,11 +385,11 @@ class Arrival(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """The part of a program on one worker.
+    """One worker's part of a program.
 
-    ops: the program's ops, at the local points
+    ops: the program's ops at local points
     added: the number of ops that this worker has prepended
-    addresses: the (offset, width) of the rows of their keys in the bank
+    addresses: the (offset, width) of their keys' rows in the bank
     token_bytes, readings, attention: as in `_InstalledProgram`
     """
 
@@ -458,7 +458,7 @@ class Runtime:
     step: Step
 
     def use(self, step: Step) -> None:
-        """Execute steps by this executor from now on."""
+        """Execute steps with this executor from now on."""
         self.step = step
         step.code, step.encode = self.run_code, self.encode
 
@@ -471,10 +471,10 @@ class Runtime:
             self._code_of.setdefault(run, []).extend(code)
 
     def run_code(self, number: int, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
-        """Run code on rows [n, W] at a point and at positions [n]. An exception becomes the error of its run, and the
-        result is None from then on.
+        """Run code on rows [n, W] at a point and at positions [n]. An exception becomes the run's error; from then on
+        the result is None.
 
-        Such a run is not counted in `failures`, because a program with code shares no cached blocks.
+        Such runs are not counted in `failures`, because programs with code share no cached blocks.
         """
         run, code = self._code[number]
         if run in self._code_errors:
@@ -503,15 +503,15 @@ class Runtime:
             return torch.full((len(rows_NW), self.dictionaries.numbers_of(number)), torch.nan, device=rows_NW.device)
 
     def _heads(self, point: int) -> int:
-        """The number of heads that this worker has at a point of queries."""
+        """Return the number of this worker's heads at a query point."""
         return int(self.widths[point]) // self.sites.sizes.d_head
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        """The positions and rows of a run, as in `CaptureStore.fetch`."""
+        """Return the positions and rows of a run, as in `CaptureStore.fetch`."""
         return self.store.fetch(run, point, op, first)
 
     def _captured(self, wanted: list[tuple[str, int]]) -> list[torch.Tensor]:
-        """The captured rows of each (run, point)."""
+        """Return the captured rows of each (run, point)."""
         return [rows for _, rows in tensors_of(self.store.find((run, point, None, 0) for run, point in wanted))]
 
     def release(self, runs: Iterable[str]) -> None:
@@ -527,11 +527,11 @@ class Runtime:
         return self.keeps_at(point) and bool(self.has_tap[point]) and run in self.store
 
     def keeps_at(self, point: int) -> bool:
-        """True if this worker, rather than another one with the same rows, keeps captures at a point."""
+        """True if this worker, not another worker with the same rows, keeps captures at a point."""
         return bool(self._keeps_shard[point]) if self._sharded[point] else self.keeps
 
     def status(self) -> dict[str, int]:
-        """Counts of held resources, 0 once everything is released; and of failures and planned steps."""
+        """Return counts of held resources, 0 once everything is released, and of failures and planned steps."""
         return {
             "programs": len(self),
             "failures": self.failures,
@@ -542,7 +542,7 @@ class Runtime:
         }
 
     def steps_left(self, positions: Iterable[tuple[str, int]]) -> int:
-        """A lower bound on the steps, of one token per request, in which some program still acts; 0 if none does.
+        """Return a lower bound on the steps, of one token per request, in which any program still acts; 0 if none does.
         `positions`: the requests with their next positions."""
         stops = self._stop_of
         return next((stops[name] - position for name, position in positions if position < stops.get(name, 0)), 0)
@@ -553,19 +553,19 @@ class Runtime:
         return bool(self._code_stop)
 
     def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
-        """True if code may still run, so that no graph is used. `positions`: the requests with their next positions."""
+        """True if code may still run, so no graph may be used. `positions`: the requests with their next positions."""
         stops = self._code_stop
         return bool(stops) and any(position < stops.get(request, 0) for request, position in positions)
 
     def captures_at_most(self, tokens: Mapping[str, int], total: int, limit: int) -> bool:
-        """True if a step with these tokens of each request, `total` in all, captures at most `limit` bytes."""
+        """True if a step with `tokens` per request, `total` in all, captures at most `limit` bytes."""
         if max(self._token_bytes, default=0) * total <= limit:
             return True
         programs = ((self._admitted.get(request), count) for request, count in tokens.items())
         return sum(program.token_bytes * count for program, count in programs if program is not None) <= limit
 
     def fail(self, slots: Iterable[int], error: Exception) -> None:
-        """Fail the requests of some slots. A request keeps its first error."""
+        """Fail the requests at the given slots. A request keeps its first error."""
         packed = pack(error)
         requests = {slot: request for request, slot in self._slot_of.items()}
         for slot in slots:
@@ -583,7 +583,7 @@ class Runtime:
         self.fail(self.slots(requests).tolist(), error)
 
     def collect_failures(self) -> None:
-        """Fail the requests whose edits were not finite, as far as the device has reported them."""
+        """Fail the requests with non-finite edits that the device has reported so far."""
         for slot, point in self.step.failed():
             self.fail([slot], not_finite(self.sites.label(point)))
 
@@ -593,16 +593,16 @@ class Runtime:
         self, request: str, bound: BoundProgram, placement: Placement, vectors: Mapping[str, torch.Tensor],
         receipt: str = "",
     ) -> None:  # fmt: skip
-        """Install one program, as in `install_all`. Raises its error if it cannot be installed."""
+        """Install a program, as in `install_all`. Raises its error if it cannot be installed."""
         for error in self.install_all([Arrival(request, bound, placement, receipt)], vectors).values():
             raise error
 
     def install_all(self, arrivals: Sequence[Arrival], vectors: Mapping[str, torch.Tensor]) -> dict[str, Exception]:
         """Install programs before their requests are scheduled: write their records and the rows that they read at
-        their placements. `vectors`: the inline vectors that are not in the bank yet.
+        their placements. `vectors`: inline vectors that are not in the bank yet.
 
-        Returns the errors, such as `MissingSource`, of programs that could not be installed, by request. Rows that
-        could be written stay in the bank for later programs.
+        Returns the errors, such as `MissingSource`, of programs that could not be installed, by request. Rows that were
+        written stay in the bank for later programs.
         """
         errors: dict[str, Exception] = {}
         by_shape: dict[Hashable, list[_Local]] = collections.defaultdict(list)
@@ -628,7 +628,7 @@ class Runtime:
         return errors
 
     def _sources(self, arrivals: Sequence[Arrival]) -> list[tuple[str, int]]:
-        """The (run, point) pairs that programs read, that are captured here, and that are not in the bank yet."""
+        """Return the (run, point) pairs that programs read and this worker captured, but the bank lacks."""
         names = dict.fromkeys(name for arrival in arrivals for name in arrival.placement.load)
         sources = [source for name in names if (source := source_of(name)) is not None]
         return [source for source in sources if self.captured_here(*source)]
@@ -658,7 +658,7 @@ class Runtime:
         return _Local(arrival, ops, len(first), addresses, token_bytes, readings, attention)
 
     def _self_check(self, ranges: tuple[PositionRange, ...]) -> list[BoundOp]:
-        """The capture of rows for a self-check. It is the last op that this worker adds, so its number is `SELF_CHECK`,
+        """Create the capture for a self-check. It is the last op that this worker adds, so its index is `SELF_CHECK`,
         and it precedes the program's edits."""
         if not ranges:
             return []
@@ -668,7 +668,7 @@ class Runtime:
     def _edits_of_attention(
         self, ops: Sequence[BoundOp], addresses: Mapping[str, tuple[int, int]]
     ) -> dict[int, list[PatternEdit]]:
-        """The edits of attention, by the point of the queries."""
+        """Return attention edits by query point."""
         edits: dict[int, list[PatternEdit]] = collections.defaultdict(list)
         size = self.sites.sizes.d_head
         for op in ops:
@@ -693,7 +693,7 @@ class Runtime:
     def _code_of_attention(
         self, arrival: Arrival, ops: Sequence[BoundOp], attention: Mapping[int, list[PatternEdit]]
     ) -> list[BoundOp]:
-        """The ops that edit attention, as code of this worker, which precede all others: at the queries, and at `z`."""
+        """Return the attention edits as this worker's code, at the queries and at `z`. These ops precede all others."""
         made = list[BoundOp]()
         for point, edits in attention.items():
             assert self.keys is not None
@@ -712,7 +712,8 @@ class Runtime:
         return made
 
     def _with_reading(self, op: BoundOp, readings: list[Reading | AttentionReading]) -> BoundOp:
-        """The op; a capture of features or attention with the number of its reading, which is added to `readings`."""
+        """Return the op; a capture of features or attention gets its reading's index. Adds the reading to
+        `readings`."""
         if not isinstance(op.action, Keep) or op.action.reader is None:
             return op
         readings.append(self.dictionaries.reading(op.action))
@@ -721,7 +722,7 @@ class Runtime:
         )
 
     def _with_encoders(self, run: str, ops: Sequence[BoundOp]) -> Sequence[BoundOp]:
-        """The ops, with the edits that run a whole encoder as code of this worker."""
+        """Return the ops, with edits that run a whole encoder turned into this worker's code."""
         numbers = {i: (next(code_numbers), function) for i, function in self.dictionaries.code_of(ops).items()}
         self.hold_code(
             run,
@@ -735,7 +736,7 @@ class Runtime:
 
     @property
     def _has_all(self) -> bool:
-        """True if this worker applies and keeps everything of every program."""
+        """True if this worker applies and keeps everything in every program."""
         return self._is_whole and self.keeps and bool(self.has_tap.all())
 
     def _install(self, alike: Sequence[_Local]) -> None:
@@ -765,12 +766,12 @@ class Runtime:
                 self._code_stop[request] = code_stop
 
     def install_cells(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
-        """Write the records of cells [N, R], whose rows are in the bank, at leased slots and places in the table."""
+        """Write cells' records [N, R] at leased slots and places in the table. Their rows must be in the bank."""
         self.table.install_alike(records, counts, slots, begins)
         self.cell_errors.update(dict.fromkeys(slots.tolist()))
 
     def drop_cells(self, slots: Iterable[int]) -> None:
-        """Free the slots of cells."""
+        """Free the cells' slots."""
         there = [slot for slot in slots if slot in self.cell_errors]
         self.table.drop_all(there)
         for slot in there:
@@ -778,14 +779,14 @@ class Runtime:
 
     @functools.cached_property
     def _bytes_of_token(self) -> list[list[int]]:
-        """Aligned bytes per token of a capture, by dtype and point; 0 for sampled rows (never written by graphs)."""
+        """A capture's aligned bytes per token, by dtype and point; 0 for sampled rows (never written by graphs)."""
         items = [4 if self.step.unit is NUMBERS else int(item) for item in ITEM_BYTES]
         rows = [-(-item * self.widths // ALIGNED) * ALIGNED for item in items]
         return [np.where(self.sampled, 0, of_dtype).tolist() for of_dtype in rows]
 
     def _token_bytes_at(self, point: int, keep: Keep) -> int:
-        """The most aligned bytes that a capture keeps per token at a point, with the results of rows that a step
-        reduces."""
+        """Return a capture's maximum aligned bytes per token at a point, with the results of rows reduced in the
+        step."""
         kept = self._bytes_of_token[keep.dtype][point]
         if keep.products:
             item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[keep.dtype])
@@ -795,8 +796,8 @@ class Runtime:
         return 2 * kept if keep.in_step else kept
 
     def refuse(self, request: str, run: str, error: Exception) -> None:
-        """Fail the run of a program that could not be installed. It counts as a failure, because its request fills
-        blocks of the prefix cache whose contents do not match their keys."""
+        """Fail the run of a program that could not be installed. This counts as a failure, because its request fills
+        prefix-cache blocks whose contents do not match their keys."""
         self._admitted[request] = _InstalledProgram(run, 0, 0, "")
         self._errors[request] = pack(error)
         self.failures += 1
@@ -806,18 +807,18 @@ class Runtime:
         return request in self._slot_of
 
     def outcome(self, request: str) -> tuple[str, Packed | None]:
-        """The receipt of a request's program ("" if none was installed), and the error of its run."""
+        """Return the receipt of a request's program ("" if none was installed), and its run's error."""
         admitted = self._admitted.get(request)
         if admitted is None:
             return "", None
         return admitted.receipt, self._code_errors.get(admitted.run) or self._errors.get(request)
 
     def run_of(self, request: str) -> str | None:
-        """The run of a request with a program; None without one, or if it could not be installed."""
+        """Return the run of a request with a program; None without a program, or if it could not be installed."""
         return self._admitted[request].run if request in self._slot_of else None
 
     def request_of(self, run: str) -> str | None:
-        """The request of an unfinished run; None without one."""
+        """Return the request of an unfinished run; None if there is none."""
         return next((request for request, admitted in self._admitted.items() if admitted.run == run), None)
 
     def free(self, requests: Iterable[str]) -> None:
@@ -850,19 +851,19 @@ class Runtime:
         self._run_of_slot[admitted.slot] = -1
 
     def requests_at(self, slot: int) -> list[str]:
-        """The requests with programs at a slot."""
+        """Return the requests with programs at a slot."""
         return [request for request, own in self._slot_of.items() if own == slot]
 
     def slots(self, requests: list[str]) -> np.ndarray:
-        """The slots of a step's requests, [N]; 0 for one without a program."""
+        """Return the slots of a step's requests, [N]; 0 without a program."""
         return np.fromiter(map(self._slot_of.get, requests, repeat(0)), np.int64, len(requests))
 
     def __len__(self) -> int:
-        """The number of admitted programs."""
+        """Return the number of admitted programs."""
         return len(self._admitted)
 
     def begin(self, batch: Batch, requests: Sequence[str] = ()) -> None:
-        """Plan a step of a batch; without programs it is idle. Steps of the same `requests` may reuse the plan."""
+        """Plan a step for a batch; without programs it is idle. Steps of the same `requests` may reuse the plan."""
         self.continuity.forget()
         self.plan = None
         if not batch.slot.any():
@@ -877,11 +878,11 @@ class Runtime:
         self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, total: int,
         samples: np.ndarray | None = None,
     ) -> Sameness:  # fmt: skip
-        """Begin a step, with the last plan or a new one. The arrays may change afterwards.
+        """Begin a step with the last plan or a new plan. The arrays may change afterwards.
 
         row, position, count: each request's first row, first position and number of tokens
         total: the number of tokens
-        samples: the number of each request's last tokens whose logits are computed; None: one each
+        samples: the number of last tokens of each request whose logits are computed; None: one each
         """
         sameness = self.continuity.judge(requests, position, total)
         if sameness == "changed":
@@ -900,14 +901,14 @@ class Runtime:
         return self.plan is not None and bool(self._acts[point])
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Apply the step's plan at a point, and then the monitor; called by every tap."""
+        """Apply the step's plan at a point, and then the monitor. Every tap calls this."""
         if self.step.recording or (self.plan is not None and self._acts[point]):
             self._apply(point, hidden, residual)
         if self.monitor is not None:
             self.monitor.apply(point, hidden, residual)
 
     def _apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Apply the step's plan at a point. An exception becomes the error of the programs that act there, and the step
+        """Apply the step's plan at a point. An exception fails the programs that act at the point, and the step
         continues."""
         try:
             width, view, shape = int(self.widths[point]), self.views.get(point), hidden.shape
@@ -923,7 +924,7 @@ class Runtime:
     def _apply_viewed(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, view: View | None, width: int
     ) -> None:
-        """Apply at a point whose rows are a part of the tensor, or do not fit it."""
+        """Apply at a point whose rows are a part of the tensor, or do not match its shape."""
         shape = hidden.shape
         if view is not None and view.by_head:
             shape = hidden.shape[1], hidden.shape[3]
@@ -982,5 +983,5 @@ def fits(shape: Sequence[int], width: int) -> bool:
 
 
 def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:
-    """View a point's columns, [R, W], in a tensor with further columns."""
+    """Return a view of a point's columns, [R, W], in a tensor with further columns."""
     return hidden.view(-1, view.tensor_width)[:, view.first : view.first + width]

@@ -1,6 +1,6 @@
-"""Compare captured rows of `embed` with the embedding matrix, to check the labels of captures while serving.
+"""Check capture labels while serving, by comparing captured rows at `embed` with the embedding matrix.
 
-A row at `embed` is the embedding of its token, times a factor that is the same for all tokens (Gemma's). A row captured
+A row at `embed` is its token's embedding, times a factor that is the same for all tokens (Gemma's). A row captured
 under the wrong position belongs to another token. Rows of equal tokens are indistinguishable.
 """
 
@@ -17,7 +17,7 @@ TOLERANCE = 0.02  # of a row's length: bfloat16 rounds by 0.4 %, and different t
 def mislabelled(
     captured: np.ndarray, rows_TD: torch.Tensor, positions: np.ndarray, expected_TD: torch.Tensor
 ) -> Mislabelled | None:
-    """The error if captured rows, at positions `captured`, are not the embeddings of the tokens at `positions`; else
+    """Return an error if rows captured at positions `captured` are not the token embeddings at `positions`, else
     None."""
     if not np.array_equal(captured, positions):
         wrong = np.setxor1d(captured, positions)

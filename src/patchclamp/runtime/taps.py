@@ -1,9 +1,9 @@
-"""Taps: hooks on a model's modules that pass tensors to the custom op. Attached once, before anything is compiled.
+"""Taps: hooks on a model's modules that pass tensors to the custom op. They are attached before anything is compiled.
 
-vLLM splits a traced graph at attention and compiles equal pieces once. The number of a tap's point would make every
-piece different. So the number is replaced by an index into its layer's list of points, and the list becomes an input of
-the graph: a dummy tensor with the list as an attribute. Dynamo's code does not have these inputs; the caller of the
-compiled graph adds them. Thus equal layers are compiled once, as in stock vLLM.
+vLLM splits a traced graph at attention and compiles equal pieces once. A tap's point number would make every piece
+different. So the number is replaced by an index into its layer's list of points, and the list becomes a graph input: a
+dummy tensor with the list as an attribute. Dynamo's code lacks these inputs; the compiled graph's caller adds them.
+Thus equal layers are compiled once, as in stock vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def apart_from_layers(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, list[Any], list[torch.Tensor]]:
     """Make the taps of a traced graph independent of their layer. Returns the graph, its example inputs, and tensors to
-    add to the inputs of each call. A graph that was converted before (saved by vLLM) is returned unchanged."""
+    add to each call's inputs. A graph that was converted before (saved by vLLM) is returned unchanged."""
     inputs = graph.graph.find_nodes(op="placeholder")
     ours = [node for node in inputs if _is_ours(node)]
     if not ours:
@@ -38,7 +38,7 @@ def apart_from_layers(
 def without_taps(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, list[Any]] | None:
-    """A copy of a traced graph without our op and inputs, and its example inputs. None if it has no nodes of our op."""
+    """Copy a traced graph without our op and inputs; return it and its example inputs, or None if it has no taps."""
     graph = copy.deepcopy(graph)
     taps = _taps(graph)
     for node in taps:
@@ -58,7 +58,7 @@ def _taps(graph: torch.fx.GraphModule) -> list[Any]:
 
 
 def points_in(graph: torch.fx.GraphModule) -> list[int]:
-    """The points whose taps are in a graph, or in a piece of one."""
+    """Return the points whose taps are in a graph, or in a piece of a graph."""
     return [_points(node.args[4])[node.args[2]] if len(node.args) > 4 else node.args[2] for node in _taps(graph)]
 
 
@@ -71,7 +71,7 @@ def _points(node: Any) -> tuple[int, ...]:
 
 
 def _with_inputs(graph: torch.fx.GraphModule, example_inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Add an input to a graph for each layer with taps. Returns these inputs, and the extended example inputs."""
+    """Add an input to a graph for each layer with taps. Returns these inputs and the extended example inputs."""
     taps_of: dict[int, list[Any]] = defaultdict(list)
     for node in _taps(graph):
         if len(node.args) == 4 and node.args[3] >= 0:  # layer −1: a point of the model, such as its last norm
@@ -97,7 +97,7 @@ def attach(
     model: torch.nn.Module, taps: list[tuple[Point, Tap]], view: Callable[[Tap], View | None],
     around: Callable[[torch.nn.Module, Literal["query", "output"], Callable[[torch.Tensor], None]], None] | None = None,
 ) -> dict[int, View | None]:  # fmt: skip
-    """Hook every tap whose module is in this process, except those of sampled rows. Returns the hooked points and their
+    """Hook every tap whose module is in this process, except taps of sampled rows. Returns the hooked points and their
     views in the taps' tensors. Raises `ModelError` for a missing module.
 
     Layers of other pipeline stages, for which vLLM has a `PPMissingLayer`, are not hooked.
@@ -123,7 +123,7 @@ def attach(
 
 
 def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The submodule at a path, or a `PPMissingLayer` on the path. Raises `ModelError` with the available names."""
+    """Return the submodule at a path, or a `PPMissingLayer` on it. Raises `ModelError` with the available names."""
     module, walked = model, []
     for name in path.split("."):
         children = dict(module.named_children())
@@ -138,7 +138,7 @@ def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def _numbers(point: Point) -> tuple[int, int]:
-    """A point's number and layer; −1 for no layer."""
+    """Return a point's number and layer; −1 without a layer."""
     return point.number, -1 if point.layer is None else point.layer
 
 
@@ -157,7 +157,7 @@ def _input_hook(point: Point, tap: Tap) -> Callable[..., Any]:
 
 
 def _argument(at: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An argument of a call, by number or name; None if it was not given."""
+    """Return a call's argument, by index or name; None if it was not given."""
     if isinstance(at, str):
         return kwargs.get(at)
     return args[at] if len(args) > at else None
@@ -166,7 +166,7 @@ def _argument(at: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def handed(
     args: tuple[Any, ...], kwargs: dict[str, Any], name: int | str, rows: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with one of them, given by number or name, replaced by `rows`."""
+    """Return a call's arguments with one of them, given by index or name, replaced by `rows`."""
     if isinstance(name, str):
         return args, kwargs | {name: rows}
     return (*args[:name], rows, *args[name + 1 :]), kwargs
@@ -182,8 +182,8 @@ def _attention_hook(point: Point) -> Callable[[torch.Tensor], None]:
 
 
 def _router_hook(point: Point) -> Callable[..., Any]:
-    """A hook for a router that returns its logits and its choice of experts. If the logits are edited, the router is
-    rerun on them with identity weights, so that it chooses experts from the edited logits."""
+    """Create a hook for a router that returns its logits and choice of experts. If the logits are edited, the router is
+    rerun on them with identity weights, so it chooses experts from the edited logits."""
     number, layer = _numbers(point)
 
     def hook(module: Any, args: tuple[Any, ...], output: tuple[Any, ...]) -> Any:

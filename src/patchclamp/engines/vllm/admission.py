@@ -1,11 +1,11 @@
-"""Admission in the engine core: it allocates slots, records and bank space, and places each program before its request
-is scheduled.
+"""Admission in the engine core: allocates slots, records and bank space, and places each program before its request is
+scheduled.
 
-A request whose program does not fit alongside the running ones waits here, first come first served (or by priority);
-requests without programs overtake it. The workers' tasks, `Orders`, travel with the scheduler's own output, without a
-round trip. A program's `Verdict`, its receipt or error, is returned with the request's outputs.
+A request whose program does not fit beside the running ones waits, first come first served (or by priority); requests
+without programs overtake it. The workers' tasks, `Orders`, travel with the scheduler's own output, without a round
+trip. A program's `Verdict`, its receipt or error, is returned with the request's outputs.
 
-`LastWords` is a store through which the front ends of one engine core exchange notes.
+`LastWords` is a store through which an engine core's front ends exchange notes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LastWords:
         self._number = 0
 
     def say(self, key: str, word: bytes) -> None:
-        """Store bytes under a key, in place of earlier ones."""
+        """Store bytes under a key, replacing earlier ones."""
         self._number += 1
         self._said[key] = self._number, word
         self._said.move_to_end(key)
@@ -69,9 +69,9 @@ class LastWords:
 
 
 class InstallOrder(msgspec.Struct):
-    """One program for the workers to install.
+    """A program for the workers to install.
 
-    program: the encoded program, from which they compute its receipt
+    program: the encoded program, from which workers compute its receipt
     checked: the positions whose labels are checked (`SelfCheck`)
     """
 
@@ -93,7 +93,7 @@ class BlockPool(Protocol):
 
 
 class Lease(msgspec.Struct, array_like=True):
-    """The resources leased to a job's cells: cache blocks, slots and records of the program table, rows of the bank."""
+    """Resources leased to a job's cells: cache blocks, slots and records of the program table, and bank rows."""
 
     blocks: list[int]
     slots: list[int]
@@ -102,8 +102,8 @@ class Lease(msgspec.Struct, array_like=True):
 
 
 class Orders(msgspec.Struct):
-    """The workers' tasks before a step, after freeing ended requests: release runs, then install programs. `vectors`:
-    the rows of inline vectors that are not in the bank yet."""
+    """The workers' tasks before a step: free ended requests, release runs, then install programs. `vectors`: inline
+    vectors' rows that are not in the bank yet."""
 
     release: list[str]
     admit: list[InstallOrder]
@@ -111,8 +111,8 @@ class Orders(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """The result of a request's program, returned with its outputs: the receipt of the installed program ("" if none
-    was), the run's error, the seconds until it was admitted (None if it was not), and True if its labels were
+    """The result of a request's program, returned with its outputs: the installed program's receipt ("" if none was
+    installed), the run's error, the seconds until admission (None if not admitted), and True if its labels were
     checked."""
 
     receipt: str
@@ -122,12 +122,12 @@ class Verdict(msgspec.Struct):
 
 
 class SelfCheck(msgspec.Struct):
-    """The tokens of a request, used by the workers to check the labels of its captures.
+    """A request's tokens, with which the workers check the labels of its captures.
 
-    The rows at `embed` of the captured positions are captured with the request's own captures, through the same labels,
-    buffers and positions. They must equal the embedding matrix's rows of the tokens at these positions.
+    Rows at `embed` are captured along with the request's own captures, through the same labels, buffers and positions.
+    They must equal the embedding matrix's rows for the tokens at these positions.
 
-    positions, ids: [N], since the last check: a request that may end at a stop text is checked repeatedly
+    positions, ids: [N], since the last check; a request that may end at a stop text is checked repeatedly
     is_first: True for the first check
     """
 
@@ -177,11 +177,11 @@ class RequestProgram:
         return SelfCheck(request.request_id, positions, ids[positions], is_first)
 
     def forget_proof(self) -> None:
-        """Discard the proof of the edited tokens, because they will be recomputed.
+        """Discard the proof of edited tokens, which will be recomputed.
 
-        proved: the number of tokens whose keys and values may enter the prefix cache. Tokens from the first edit on may
-            do so once the workers have confirmed that the run has no errors up to there.
-        asked: the number of tokens that the workers were last asked about
+        proved: the number of tokens whose keys and values may enter the prefix cache. From the first edit on, the
+            workers must first confirm that the run has had no errors.
+        asked: the number of tokens in the last request for confirmation
         """
         self.proved, self.asked = self.unedited, 0
 
@@ -194,9 +194,9 @@ class _SharedVector(msgspec.Struct):
 
 
 class Admission:
-    """The programs and resources of one engine core, for a model of `sites` on `workers` workers. `images_see_ahead`:
-    True if an image's tokens attend to later tokens of the image. `check_rate`: one in this many requests with captures
-    is checked; 0: none."""
+    """The programs and resources of an engine core, for a model of `sites` on `workers` workers. `images_see_ahead`:
+    True if image tokens attend to later tokens of their image. `check_rate`: the labels of one in this many requests
+    with captures are checked; 0: none."""
 
     images_see_ahead: bool
     updates: Callable[[], int]  # counts the calls that may have changed the model's weights in place; set by the core
@@ -233,7 +233,7 @@ class Admission:
         return self._words.since(number)
 
     def hold(self, vectors: bytes, keys: list[str], drop: list[str]) -> None:
-        """Store inline vectors [n, W], as safetensors, with reference counts: `keys` adds holders, `drop` removes
+        """Store inline vectors [n, W] (as safetensors) and count references: `keys` adds holders, `drop` removes
         them."""
         rows = safetensors.numpy.load(vectors) if vectors else {}
         for key in keys:
@@ -249,7 +249,7 @@ class Admission:
                     del self._vectors[key]
 
     def release(self, runs: list[str]) -> None:
-        """Free runs' captures and bank rows. Later captures of an unfinished run are freed when it ends."""
+        """Free runs' captures and bank rows. If a run is unfinished, its later captures are freed when it ends."""
         self._orders.release.extend(runs)
         for run in runs:
             if run in self._under_way:
@@ -261,31 +261,31 @@ class Admission:
                 self._blocked = None
 
     def renew(self, session: str, ago_s: float = 0.0, extend: bool = False) -> None:
-        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago. `extend`: do not
-        shorten it."""
+        """Renew the lease of the client with runs named `session-…`, as of `ago_s` seconds ago. `extend`: only extend
+        it."""
         heard_s = time.monotonic() - ago_s
         self._sessions[session] = max(heard_s, self._sessions.get(session, heard_s)) if extend else heard_s
 
     def free_dead(self, lease_s: float) -> None:
-        """Free the captures of clients whose last heartbeat is more than `lease_s` ago."""
+        """Free the captures of clients whose last heartbeat is more than `lease_s` seconds old."""
         oldest = time.monotonic() - lease_s
         for session in [session for session, heard_s in self._sessions.items() if heard_s < oldest]:
             del self._sessions[session]
             self.release([run for run in self._capturing if run.startswith(f"{session}-")])
 
     def abort(self, runs: list[str]) -> None:
-        """End the requests of runs with an error that says they were aborted."""
+        """End runs' requests with an error that says they were aborted."""
         for request, program in self.programs.items():
             if program.bound.run in runs:
                 self.errors[request] = pack(EngineError(ABORTED))
 
     @property
     def has_orders(self) -> bool:
-        """True if workers have tasks even if nothing is scheduled."""
+        """True if the workers have tasks even if nothing is scheduled."""
         return bool(self._orders.release or self._orders.admit)
 
     def take_orders(self) -> Orders | None:
-        """Take the workers' tasks for the next step; None without any."""
+        """Take the workers' tasks for the next step; None if there are none."""
         if not self.has_orders:
             return None
         orders, self._orders = self._orders, Orders([], [], {})
@@ -297,8 +297,8 @@ class Admission:
         self, name: str, blocks: tuple[int, int], slots: tuple[int, int], records: tuple[int, int],
         sizes: dict[str, Any],
     ) -> bytes | None:  # fmt: skip
-        """Lease resources to the cells of a job: blocks of the cache, slots and records (the least and the most of
-        each), and rows of keys with their sizes. Returns the encoded `Lease`, or None without room."""
+        """Lease resources to a job's cells: cache blocks, slots and records (the minimum and maximum of each), and rows
+        for keys of these sizes. Returns the encoded `Lease`, or None without room."""
         assert self.pool is not None
         assert name not in self._leases
         count = min(blocks[1], self.pool.free // 2)  # requests need the rest
@@ -354,8 +354,8 @@ class Admission:
         return False
 
     def _check(self, program: RequestProgram) -> None:
-        """Raise `ProgramError` for an invalid program, or one with captures whose run name is already in use. The
-        latter happens with `n` > 1, where the children of one prompt share a program."""
+        """Raise `ProgramError` for an invalid program, or one with captures whose run name is already in use, as with
+        `n` > 1, where all choices of a prompt share a program."""
         bound, points = program.bound, self._sites.points
         for op in bound.ops:
             if op.points and not 0 <= min(op.points) <= max(op.points) < len(points):
@@ -406,7 +406,7 @@ class Admission:
         self.errors[request.request_id] = pack(error)
 
     def end(self, request_id: str) -> None:
-        """Free the resources of a request's program, once it is finished or aborted."""
+        """Free the resources of a request's program when the request has finished or was aborted."""
         self.errors.pop(request_id, None)
         if self._waiting.pop(request_id, None) is not None and len(self._queue) > 2 * len(self._waiting) + 16:
             self._queue = [entry for entry in self._queue if self._waiting.get(entry[2].request_id) is entry[2]]
@@ -423,12 +423,12 @@ class Admission:
             program.placement = self._blocked = None
 
     def counts(self) -> dict[str, int]:
-        """Return counts of resources; all 0 when every request has ended and every run was released."""
+        """Return resource counts; all are 0 when every request has ended and every run was released."""
         return {**self._room.counts(), "waiting": len(self._waiting), "vectors": len(self._vectors),
                 "requests": len(self.programs), "leases": len(self._leases)}  # fmt: skip
 
     def _admit(self, request_id: str, program: RequestProgram) -> bool:
-        """Place a program; return False if there is no room, or if it fails, with its error recorded."""
+        """Place a program. Return False if there is no room, or if it fails, with its error recorded."""
         try:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
             missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
@@ -451,7 +451,7 @@ class Admission:
         return True
 
     def _loading(self, placement: Placement) -> Placement:
-        """Request all rows that some worker may lack, and record the runs that they come from."""
+        """Request the rows that any worker may lack, and record their source runs."""
         # each worker's bank has only what earlier programs read there, and the rows of a lease may come after a step
         if self._workers > 1 or self._leases:
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
@@ -462,7 +462,7 @@ class Admission:
 
 
 def _is_checkable(request: Any, program: RequestProgram) -> bool:
-    """True if a request has captures, and its rows at `embed` are rows of the embedding matrix: an adapter may change
-    them, and prompts given as embeddings have no such rows."""
+    """True if a request has captures, and its rows at `embed` are rows of the embedding matrix. An adapter may change
+    these, and prompts given as embeddings have none."""
     captures = any(op.kind == CAPTURE for op in program.bound.ops)
     return captures and request.lora_request is None and request.prompt_embeds is None

@@ -1,4 +1,4 @@
-"""The engine of a server: patchclamp requests alongside others on an `AsyncLLM`, in one API process."""
+"""A server's engine: patchclamp requests beside others on an `AsyncLLM`, in one API process."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class AsyncEngine(VllmFrontEnd):
         return self._weights
 
     async def count_updates(self) -> None:
-        """Ask the cores how often the model's weights may have changed; any API process may have changed them."""
+        """Ask the cores for their counts of possible weight updates. Any API process may have updated the weights."""
         self._weights = max(await asyncio.gather(*tell_cores(self.client, "updates")))
 
     # -- from any thread
@@ -136,7 +136,7 @@ class AsyncEngine(VllmFrontEnd):
             raise as_patchclamp_error(error) from error
 
     async def _grade(self, calls: Grading, beat: Callable[[], None]) -> None:
-        """Carry out the calls of a grading. The core steps its requests between two batches. `beat` is called while it
+        """Carry out a grading's calls. The core steps its requests between batches. `beat` is called while the grading
         waits for room, to detect a disconnected caller."""
         name = secrets.token_hex(8)  # clients may give two jobs one name
         tries = int(LEASE_S / RETRY_S)  # others may hold what it needs
@@ -205,7 +205,7 @@ class AsyncEngine(VllmFrontEnd):
     # -- on the loop's thread: requests
 
     def start(self, requests: list[Request], carried: Mapping[str, bytes]) -> list[Future[Answer]]:
-        """Like `submit`. `carried`: encoded programs by run, for requests that arrived with one."""
+        """Start requests, as `submit` does. `carried`: encoded programs by run, for requests that arrived with one."""
         futures: list[Future[Answer]] = [Future() for _ in requests]
         self._start(requests, futures, carried)
         return futures
@@ -256,9 +256,9 @@ class AsyncEngine(VllmFrontEnd):
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """Yield vLLM's outputs of a request with a program.
 
-        The program is encoded from `request.bound`, or given as `carried`. `params` is modified. `ended(output, ids)`
-        is called with the last output and all generated ids, before that is yielded. `within` is entered for this time.
-        If the caller has set `request.ended` when it requests the next output, the request is aborted and none follows.
+        The program is encoded from `request.bound`, or given as `carried`. `params` is modified. Before the last output
+        is yielded, `ended(output, ids)` is called with it and all generated ids. `within` is entered meanwhile. If the
+        caller sets `request.ended` before it requests the next output, the request is aborted and no output follows.
 
         Raises the run's error in place of the last output, or `EngineError` if vLLM did not confirm the program.
         """
@@ -302,7 +302,7 @@ class AsyncEngine(VllmFrontEnd):
                 self._drop([request])
 
     def _count(self, request: Request, ids: list[int]) -> None:
-        """Count an ended run with a program that generated these ids."""
+        """Count an ended run that had a program and generated these ids."""
         if self.metrics is not None and request.bound is not None:
             self.metrics.ended(request.bound, [*request.prompt_token_ids, *ids], request.vectors, self.sites)
 
@@ -322,17 +322,17 @@ class AsyncEngine(VllmFrontEnd):
         self._release(runs)
 
     def end_runs(self, runs: list[str]) -> None:
-        """Like `end`, for runs that `submit` started."""
+        """End runs early, as `end` does, for runs that `submit` started."""
         self.end([self._requests[run] for run in runs if run in self._requests])
 
     # -- on the loop's thread: calls of the cores
 
     def renew(self, session: str, ago_s: float = 0.0, extend: bool = False) -> None:
-        """Renew the lease of the client whose runs are named `session-…`, as of `ago_s` seconds ago (`free_dead`)."""
+        """Renew the lease of the client with runs named `session-…`, as of `ago_s` seconds ago (`free_dead`)."""
         self._tell("renew", session, ago_s, extend)
 
     async def free_dead(self, lease_s: float) -> None:
-        """Free the runs of clients whose last heartbeat is more than `lease_s` ago."""
+        """Free the runs of clients whose last heartbeat is more than `lease_s` seconds old."""
         await asyncio.gather(*tell_cores(self.client, "free_dead", lease_s))
 
     @property
@@ -342,16 +342,16 @@ class AsyncEngine(VllmFrontEnd):
 
     @property
     def api_processes(self) -> int:
-        """The number of API processes of the server."""
+        """The number of the server's API processes."""
         return clients.process_count(self.client)
 
     def tokens_of(self, name: str, first: int, count: int) -> tuple[str, int, list[int | None]]:
-        """The client's name for a request, the index of its choice, and the ids of some of its tokens
+        """Return the client's name for a request, its choice index, and `count` token ids from `first` on
         (`clients.request_tokens`)."""
         return clients.request_tokens(self._processor, name, first, count)
 
     def say(self, key: str, note: bytes) -> None:
-        """Publish the latest note on a key to the server's other API processes."""
+        """Publish a note, replacing the last one under its key, to the server's other API processes."""
         tell_cores(self.client, "say", key, note, only=0)
 
     async def said_since(self, number: int) -> tuple[int, list[bytes]]:
@@ -369,25 +369,25 @@ class AsyncEngine(VllmFrontEnd):
         return summed
 
     def _core_of(self, request: Request) -> int | None:
-        """Return the engine core that has the rows a request reads and keeps its captures; None: vLLM balances."""
+        """Return the core that holds the rows a request reads and will keep its captures; None if vLLM may choose."""
         assert request.bound is not None
         ops = request.bound.ops
         is_bound = any(op.kind == CAPTURE or any(map(source_of, op.keys)) for op in ops)
         return self._core_of_run(request.run) if clients.core_count(self.client) > 1 and is_bound else None
 
     def _core_of_run(self, run: str) -> int:
-        """Return the core that keeps a run's captures: the same for all runs of a client, which may read each other."""
+        """Return the core that keeps a run's captures. All runs of a client share it, as they may read each other."""
         return zlib.crc32(run.rpartition("-")[0].encode()) % clients.core_count(self.client)
 
     # -- on the loop's thread: calls of the workers
 
     async def ask(self, verb: str, *args: Any, only: int | None = None) -> list[Any]:
-        """Call every worker of every engine core, or of core `only`; return their results."""
+        """Call every worker of every engine core, or of core `only`; return the results."""
         by_core = await asyncio.gather(*clients.tell_workers(self.client, verb, *args, only=only))
         return results_of(answer for core in by_core for answer in core)
 
     async def status_async(self) -> dict[str, Any]:
-        """Like `status`; counts are summed over all engine cores."""
+        """Return status counts, summed over all engine cores."""
         by_core = [await self.ask("status", only=core) for core in range(clients.core_count(self.client))]
         return {
             **merged([status for core in by_core for status in core]), **await self.counts(),
@@ -395,11 +395,11 @@ class AsyncEngine(VllmFrontEnd):
         }  # fmt: skip
 
     async def fetch_windows(self, windows: list[Window]) -> list[Captured]:
-        """Like `fetch_many`, for a window of the rows."""
+        """Fetch a window of rows for each item, as `fetch_many` does."""
         return await self._fetch("fetch_windows", windows)
 
     async def measure(self, wanted: list[Wanted]) -> list[StoredRows]:
-        """Like `fetch_many`, without the rows' bytes."""
+        """Describe captures as `fetch_many` would return them, without the rows' bytes."""
 
         async def measure(core: int, some: list[Any]) -> list[StoredRows]:
             answers = [shared.without_bytes(answer) for answer in await self.ask("measure", some, only=core)]
@@ -412,7 +412,7 @@ class AsyncEngine(VllmFrontEnd):
         return await self._of_cores(wanted, measure)
 
     async def lens_async(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
-        """Like `lens_many`."""
+        """Compute lenses, as `lens_many` does."""
         encoded = msgspec.msgpack.encode(translator)
 
         async def read(core: int, some: list[Wanted]) -> list[TopTokens]:

@@ -1,14 +1,14 @@
-"""Cells in batches: programs on one prompt that run as our own sequences, between the engine's steps.
+"""Cells in batches: programs on one prompt, run as our own sequences between the engine's steps.
 
-The core leases blocks, slots, records and rows of the bank (`Admission.lease`); a worker runs the batches. The prompt
-is computed once, without a program, into leased blocks. A cell computes its tokens from its first edited position on
-(`plan.cuts`): it shares the prompt's full blocks before that position, and gets a copy of the partially shared block. A
-batch begins at the first layer that a program of its cells edits, if the model is compiled in pieces (`Streams`).
+The core leases blocks, slots, records and bank rows (`Admission.lease`); a worker runs the batches. The prompt is
+computed once, without a program, into leased blocks. A cell computes tokens from its first edited position on
+(`plan.cuts`): it shares the prompt's full blocks before that position, and copies the partially shared block. If the
+model is compiled in pieces (`Streams`), a batch begins at the first layer that its cells' programs edit.
 
-A call launches a batch and returns the results of the one before, so that a GPU computes while the next is prepared.
-Two batches are in flight, so each takes half of the slots and records.
+A call launches a batch and returns the previous batch's results, so a GPU computes one batch while the next is
+prepared. Two batches are in flight, so each takes half of the slots and records.
 
-N cells · C sequences of a batch · S rows with logits · V vocabulary · T tokens of the prompt
+N cells · C sequences · S rows with logits · V vocabulary · T tokens of the prompt
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LATER = b"later"  # a worker's answer to a call that must be repeated
 
 
 class JobPrompt(msgspec.Struct, array_like=True):
-    """A prompt of a job, with the sequences and scores of a `GradeJob`. `count`: the number of its cells."""
+    """A job's prompt, with a `GradeJob`'s sequences and scores. `count`: the number of its cells."""
 
     prompt: list[int]
     suffixes: list[list[int]]
@@ -54,7 +54,7 @@ class JobPrompt(msgspec.Struct, array_like=True):
 
 
 class Job(msgspec.Struct, array_like=True):
-    """The cells of several prompts, as sent to the workers.
+    """Cells of several prompts, as sent to the workers.
 
     parts: the prompts; cells are numbered consecutively across them
     kl, top: as in a `GradeJob`
@@ -72,13 +72,13 @@ class Job(msgspec.Struct, array_like=True):
 
 
 class BatchResult(msgspec.Struct, array_like=True):
-    """The results of a batch, fp32 unless named otherwise. Cell −1 − p is prompt p without a program.
+    """A batch's results, fp32 unless noted. Cell −1 − p is prompt p without a program.
 
-    number: the cells, int64 [n] · logprobs [n, scores] · kl [n] or empty · top_ids (int64), top_logprobs [n, top]
-    errors: by cell
+    number: cell indices, int64 [n] · logprobs [n, scores] · kl [n] or empty · top_ids (int64), top_logprobs [n, top]
+    errors: errors by cell
     left: the number of cells with pending results
-    rows: the number of rows that the batch computed
-    seconds: the time of the call · stepped: True if the engine has computed a step since the last batch
+    rows: the number of rows computed
+    seconds: the call's duration · stepped: True if the engine has computed a step since the last batch
     """
 
     number: bytes
@@ -93,7 +93,7 @@ class BatchResult(msgspec.Struct, array_like=True):
     stepped: bool = False
 
     def read(self, parts: Sequence[JobPart], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Add the results to the tables of the parts' jobs. Yields the number of each job and its programs."""
+        """Add the results to the tables of the parts' jobs. Yields each job's index and its newly graded programs."""
         number = np.frombuffer(self.number, np.int64)
         ends = np.cumsum([of.cells.count for of in parts])
         part = np.where(number < 0, -1 - number, np.searchsorted(ends, number, "right"))
@@ -111,8 +111,8 @@ class BatchResult(msgspec.Struct, array_like=True):
 
 
 class Bulk:
-    """The jobs of one worker. `at_work`: a context in which the model runs with taps; `await_logits` is called before
-    logits are computed, so that their tap acts."""
+    """One worker's jobs. `at_work`: a context in which the model runs with taps. `await_logits` is called before logits
+    are computed, to make their tap act."""
 
     def __init__(
         self, runtime: Runtime, model: BatchModel, at_work: Callable[[], AbstractContextManager[Any]],
@@ -122,7 +122,7 @@ class Bulk:
         self._jobs: dict[str, _RunningJob] = {}
 
     def open(self, name: str, job: Job, remote: dict[str, torch.Tensor]) -> None:
-        """Prepare a job. It may fail on a single worker, so workers do not wait for each other here."""
+        """Prepare a job. It may fail on a single worker, so no worker waits for others in this call."""
         self._jobs[name] = _RunningJob(self, job, remote)
 
     def close(self, name: str) -> None:
@@ -132,8 +132,8 @@ class Bulk:
 
     @torch.inference_mode()
     def run(self, name: str, rows: int) -> BatchResult | None:
-        """Launch a job's next batch, of at most `rows` rows but at least one cell. Returns the results of the previous
-        batch, if any."""
+        """Launch a job's next batch of at most `rows` rows, or one cell. Returns the previous batch's results, if
+        any."""
         try:
             return self._jobs[name].run(min(rows, self.model.rows))
         finally:
@@ -144,9 +144,9 @@ class Bulk:
 class _Launched(NamedTuple):
     """A batch in flight.
 
-    number, slot: its cells, and their slots
-    cell, score: for every scored token, the index of its cell and the number of its score
-    found: the results being copied to the host
+    number, slot: the cells and their slots
+    cell, score: the indices of each scored token's cell and score
+    found: results being copied to the host
     count: the number of cells launched so far · rows: the number of rows in the batch
     """
 
@@ -160,7 +160,7 @@ class _Launched(NamedTuple):
 
 
 class _RunningJob:
-    """A job of one worker. Sequences are numbered through all parts."""
+    """A job on one worker. Sequences are numbered across all parts."""
 
     def __init__(self, bulk: Bulk, job: Job, remote: dict[str, torch.Tensor]) -> None:
         self._bulk, self._job, self._model, runtime = bulk, job, bulk.model, bulk.runtime
@@ -189,7 +189,7 @@ class _RunningJob:
         self._base: dict[int, torch.Tensor] = {}  # by part: log-probabilities of its next token without a program, [V]
 
     def _order_cells(self) -> None:
-        """Sort the cells by start: layer, then position. Each prompt without a program comes first."""
+        """Sort the cells by start: layer, then position. Unedited prompts come first."""
         job, sites = self._job, self._bulk.runtime.sites
         part = np.repeat(np.arange(len(job.parts)), [part.count for part in job.parts])
         first = first_layers(sites)
@@ -219,8 +219,8 @@ class _RunningJob:
         ], axis=1)  # fmt: skip
 
     def _compute_prompts(self) -> None:
-        """Compute every prompt without a program, into the first leased blocks. Keep the inputs of each layer if cells
-        begin at layers and have no tokens after the prompt."""
+        """Compute every prompt without a program, into the first leased blocks. Keep each layer's inputs if cells begin
+        at layers and have no tokens after the prompt."""
         model, job = self._model, self._job
         pieces = model.pieces
         if pieces is not None and pieces.usable is not False and self._layer.any() and (self._samples == 1).all():
@@ -251,7 +251,7 @@ class _RunningJob:
             begin += count
 
     def _take(self, rows: int) -> slice:
-        """The next cells, in order, that fit into a batch."""
+        """Return the next cells, in order, that fit into a batch."""
         lease, model = self._job.lease, self._model
         samples = min(model.samples, self._chunk) if self._edits_logits else model.samples
         most = rows, len(self._own_blocks), samples, model.sequences, len(lease.slots) // 2, lease.records // 2
@@ -261,7 +261,7 @@ class _RunningJob:
         return slice(self._next, max(self._next + 1, min(ends)))
 
     def run(self, rows: int) -> BatchResult | None:
-        """Launch the next batch, and return the results of the previous one."""
+        """Launch the next batch, and return the previous batch's results."""
         if not self._next:
             self._compute_prompts()
         before, self._launched = self._launched, None
@@ -305,7 +305,7 @@ class _RunningJob:
         return _Launched(number, slot_of_cell, scored, terms[:, 0], arriving, self._next, len(position))
 
     def _result(self, batch: _Launched) -> BatchResult:
-        """The results of a batch in flight."""
+        """Return the results of a batch in flight."""
         found = [each.result().numpy() for each in batch.found]
         runtime = self._bulk.runtime
         runtime.collect_failures()
@@ -324,7 +324,8 @@ class _RunningJob:
         return BatchResult(*parts, errors, left, batch.rows)  # pyright: ignore[reportCallIssue]
 
     def _terms(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every token to score in cells of these parts: the cell's index, and (score, sequence, offset, token)."""
+        """Return each token to score in cells of these parts: the cell's index, and (score, sequence, offset,
+        token)."""
         cells, terms = [], []
         for i in np.unique(part).tolist():
             of_part = [(j, *term) for j, score in enumerate(self._job.parts[i].terms) for term in score]
@@ -334,7 +335,7 @@ class _RunningJob:
         return np.concatenate(cells), np.concatenate(terms)
 
     def _install(self, number: np.ndarray) -> np.ndarray:
-        """Write the records of a batch's cells; return the slot of each, 0 without a program."""
+        """Write the records of a batch's cells; return each cell's slot, 0 without a program."""
         slots, lease = np.zeros(len(number), np.int64), self._job.lease
         half, records = np.array_split(np.sort(np.array(lease.slots)), 2), lease.records // 2
         free = half[self._turn]
@@ -352,8 +353,8 @@ class _RunningJob:
         return slots
 
     def _tables(self, part: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """The blocks of each sequence, [G, C, blocks]: its prompt's, then its own. Copies the shared part of the first
-        own block."""
+        """Return each sequence's blocks, [G, C, blocks]: its prompt's, then its own. Copies the part shared with the
+        prompt."""
         model = self._model
         shared, total = start // model.block, -(-length // model.block)
         width = int(total.max())
@@ -372,8 +373,8 @@ class _RunningJob:
         self, part: np.ndarray, first: np.ndarray, first_sample: np.ndarray, cell: np.ndarray, terms: np.ndarray,
         hidden: torch.Tensor, sampled: np.ndarray,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Queue the results of a batch: log-probabilities of the tokens to score, and KL, likeliest tokens and their
-        log-probabilities if requested. Logits are computed in chunks of rows.
+        """Queue a batch's results: log-probabilities of the tokens to score and, if requested, KL, top tokens and their
+        log-probabilities. Logits are computed in chunks of rows.
 
         first: each cell's first sequence in the batch · first_sample: each sequence's first sampled row
         cell, terms: from `_terms`
@@ -412,7 +413,7 @@ class _RunningJob:
         return [scored, kl_N, ids, top] if is_here else []
 
     def _kl(self, part: np.ndarray, next_NV: torch.Tensor) -> torch.Tensor:
-        """KL(unedited ‖ edited) of the next token of some cells, whose parts are given."""
+        """Return KL(unedited ‖ edited) of the next token for cells of the given parts."""
         kl_N = torch.zeros(len(part), device=next_NV.device)
         for i in np.unique(part).tolist():
             mine = np.flatnonzero(part == i)
@@ -425,7 +426,7 @@ class _RunningJob:
 
 
 def _placed(runtime: Runtime, keys: list[str], job: Job, remote: dict[str, torch.Tensor]) -> Placed:
-    """The addresses of a job's keys, whose rows are written to the bank."""
+    """Return the addresses of a job's keys, after writing their rows to the bank."""
     placement, resident = job.lease.placement, runtime.resident
     vectors = {key: torch.from_numpy(rows) for key, rows in safetensors.numpy.load(job.vectors).items()}
     resident.forget(placement.load)

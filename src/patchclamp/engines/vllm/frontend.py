@@ -1,8 +1,8 @@
-"""The shared half of the two front ends: `VllmEngine` (`sync_engine`), and a server's `AsyncEngine` (`async_engine`).
+"""The shared half of the two front ends, `VllmEngine` (`sync_engine`) and a server's `AsyncEngine` (`async_engine`).
 
-A front end sends the core the vectors that a request reads, then the request with its program in
-`SamplingParams.extra_args`. It collects vLLM's outputs into an `Answer`, which is valid only with the program's
-receipt. Captures stay in the workers until they are fetched.
+A front end sends a request's vectors to the core, then the request with its program in `SamplingParams.extra_args`. It
+collects vLLM's outputs into an `Answer`, which is valid only with the program's receipt. Captures stay in the workers
+until they are fetched.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the first batch of all; t
 
 
 class BatchFacts(NamedTuple):
-    """Facts of a worker's batches.
+    """Facts about a worker's batches.
 
     refusal: the reason why batches are not supported; "" if they are
-    block, blocks: tokens of a block of the cache, and the number of blocks
-    groups: groups of layers with separate block tables
+    block, blocks: the number of tokens in a cache block, and of blocks
+    groups: the number of layer groups with separate block tables
     rows, sequences: the maximum per batch
     """
 
@@ -88,7 +88,7 @@ class BatchFacts(NamedTuple):
     sequences: int
 
     def blocks_of(self, tokens: int) -> int:
-        """The number of blocks for some tokens, in all groups."""
+        """Return the number of blocks for this many tokens, in all groups."""
         return -(-tokens // self.block) * self.groups
 
 
@@ -106,7 +106,7 @@ class VllmFrontEnd(Engine):
     def _describe(
         self, name: str, config: VllmConfig, hub_tokenizer: Callable[[], Any], processor: OutputProcessor
     ) -> None:
-        """Set the engine's facts, once vLLM has the model. `processor`: vLLM's, through which outputs arrive."""
+        """Set the engine's facts, once vLLM has the model. `processor`: vLLM's output processor."""
         facts = configuration.model_facts(config)
         self.config, self.sites, self._processor = config, site_map(config), processor
         self.sites.dictionaries |= {each.card.name: each for _, each, _ in loaded_saes(config, self.sites)}
@@ -132,11 +132,11 @@ class VllmFrontEnd(Engine):
         check_sampling(sampling)
 
     def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of the admission of every core, without waiting, ahead of later requests."""
+        """Call a method of every core's admission without waiting, ahead of later requests."""
         raise NotImplementedError
 
     def _hold(self, requests: Iterable[Request]) -> None:
-        """Send the core the vectors that requests read and that it lacks, ahead of the requests."""
+        """Send vectors that the requests read and the core lacks, ahead of the requests."""
         vectors: dict[str, np.ndarray] = {}
         for request in requests:
             for key, rows in request.vectors.items():
@@ -147,7 +147,7 @@ class VllmFrontEnd(Engine):
             self._tell("hold", safetensors.numpy.save(vectors), list(vectors), [])
 
     def _drop(self, requests: Iterable[Request]) -> None:
-        """Make the core drop the vectors of ended requests that no other request reads."""
+        """Make the core drop the ended requests' vectors that no other request reads."""
         keys = [key for request in requests for key in request.vectors]
         self._readers.subtract(keys)
         unused = [key for key in dict.fromkeys(keys) if self._readers[key] == 0]
@@ -184,22 +184,22 @@ class VllmFrontEnd(Engine):
         self._ask_now("detach", name)
 
     def _ask_now(self, verb: str, *args: Any) -> list[Any]:
-        """Call every worker, from any thread but the engine's."""
+        """Call every worker. Runs on any thread but the engine's."""
         raise NotImplementedError
 
     def _grading(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> Grading:
-        """Run jobs: a generator of calls, whose results are sent to it. The calls are "lease", "open", "run", "wait"
-        for some seconds while the engine has requests, and "end" of the lease. `tell` is called with the number of a
-        job and the numbers of its graded programs."""
+        """Run jobs: yield calls, and receive their results by `send`. The calls are "lease", "open", "run", "wait" (a
+        number of seconds while the engine has requests), and "end" (of the lease). `tell` is called with a job's index
+        and the indices of its newly graded programs."""
         for parts in self._together(jobs):
             yield from self._grade_together(parts, tables, tell)
             yield "end", ()
 
     def _together(self, jobs: Sequence[GradeJob]) -> Iterator[list[JobPart]]:
-        """Split jobs into parts, and merge parts whose prompts fit into a batch and a quarter of the cache, and whose
-        rows fit into half of the bank."""
+        """Split jobs into parts. Merge parts whose prompts fit into a batch and a quarter of the cache, and whose rows
+        fit into half of the bank."""
         facts, limits = self._batch_facts, configuration.enabled(self.config)
         assert limits is not None
         most = np.array([facts.rows, facts.blocks // 4, limits["limits"]["bank_bytes"] // 8])
@@ -225,7 +225,7 @@ class VllmFrontEnd(Engine):
     def _grade_together(
         self, parts: Sequence[JobPart], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> Grading:
-        """Run parts in the same batches."""
+        """Run parts in shared batches."""
         facts, cells = self._batch_facts, joined([part.cells for part in parts])
         jobs = [part.job for part in parts]
         vectors = {key: rows for job in jobs for key, rows in job.vectors.items()}
@@ -271,7 +271,7 @@ class VllmFrontEnd(Engine):
     def _sizes_of(
         self, cells: CellRecords, jobs: Sequence[GradeJob], vectors: Mapping[str, np.ndarray]
     ) -> dict[str, tuple[int, int]]:
-        """The sizes of the rows that cells read, by name in the bank."""
+        """Return the sizes of the rows that cells read, by name in the bank."""
         sources, sizes = {source.key: source for job in jobs for source in job.sources}, {}
         sharded = np.array([self.sites.shard_count(point.number) > 1 for point in self.sites.points])
         read = np.zeros((len(cells.keys) + 1, 2), bool)  # the last: by records without a key, −1
@@ -290,8 +290,8 @@ class VllmFrontEnd(Engine):
         return sizes
 
     def _underway(self, request: Request) -> Underway:
-        """Return a request's state, before it is submitted. Raises `ProgramError` for scores with speculative decoding:
-        vLLM confuses the rows of scored and draft tokens, and the engine would stop."""
+        """Create the state of a request before it is submitted. Raises `ProgramError` for scores with speculative
+        decoding: vLLM confuses the rows of scored and draft tokens, and the engine would stop."""
         if request.score and self.config.speculative_config is not None:
             message = "score is not supported with speculative decoding: use logprobs, or omit speculative_config"
             raise ProgramError(message, "score")
@@ -311,11 +311,11 @@ class VllmFrontEnd(Engine):
         return self.decoded(prompt, SamplingParams(**sampling), token_ids)
 
     def decoded(self, prompt: list[int], params: SamplingParams, token_ids: list[int]) -> str:
-        """Decode the tokens of a request that ended after them, with vLLM's detokenizer."""
+        """Decode the output of a request that ended after these tokens, with vLLM's detokenizer."""
         return decoded(self._processor, prompt, params, token_ids, False) if self._has_text else ""
 
     def _decoder(self, request: Request) -> Callable[[list[int], bool], str] | None:
-        """Return the function that decodes a request's ids when the text is read; None if vLLM decodes it."""
+        """Return the function that decodes a request's ids when the text is read; None if vLLM decodes them."""
         from vllm.sampling_params import SamplingParams  # faster than from vllm itself, whose names are lazy
 
         processor, prompt, sampling = self._processor, request.prompt_token_ids, request.sampling
@@ -329,7 +329,7 @@ class VllmFrontEnd(Engine):
 
 
 def next_call(calls: Grading, result: Any) -> tuple[str, tuple[Any, ...]]:
-    """Send the result of a call to a grading. Returns the next one; an empty name at the end."""
+    """Send a call's result to a grading. Returns the next call, with an empty name at the end."""
     try:
         return calls.send(result)
     except StopIteration:
@@ -337,7 +337,7 @@ def next_call(calls: Grading, result: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def no_room(lease: tuple[Any, ...]) -> CapacityError:
-    """Return the error of an idle engine that cannot fit a lease of these arguments."""
+    """Return the error for a lease with these arguments that does not fit even an idle engine."""
     blocks, slots, records, sizes = lease
     size = 4 * sum(map(math.prod, sizes.values()))
     return CapacityError(
@@ -365,12 +365,12 @@ def confirm(run: str, verdict: Verdict | None, carried: bytes) -> None:
 
 
 class Underway:
-    """A request in vLLM, and its answer so far. Each of vLLM's outputs contains only the new part; without a listener
-    there is one output. The text is vLLM's own, which holds back possible stop texts.
+    """A request in vLLM, and its answer so far. vLLM's outputs contain only new parts; without a listener there is one
+    output. The text is vLLM's own, which holds back possible stop texts.
 
-    tables: log-probabilities that have arrived and are unread
-    monitored: the scores of the engine's probes that have arrived, under 0
-    decode: decodes (ids, True if the last one stopped the run) when the text is read; None if vLLM decodes it
+    tables: log-probabilities that have arrived but not been read
+    monitored: scores of the engine's probes that have arrived, under 0
+    decode: decodes (ids, True if the last id stopped the run) when the text is read; None if vLLM decodes them
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class Underway:
         self._cached_tokens = 0
 
     def take(self, output: RequestOutput) -> None:
-        """Add an output, with the log-probabilities since the last one, and pass it to the listener."""
+        """Add an output and the log-probabilities since the last one, and pass it to the listener."""
         request, new = self.request, output.outputs[0]
         ids, tables = list(new.token_ids), self.tables.copy()
         self.tables.clear()
@@ -412,7 +412,7 @@ class Underway:
             request.listener(Part(new.text, ids, logprobs[: len(ids)], self._news()))
 
     def _news(self) -> dict[str, PartScores]:
-        """The new scores of the engine's probes."""
+        """Return new scores of the engine's probes."""
         if (run := self.monitored.get(0)) is None:
             return {}
         first, products = run.news()
@@ -420,7 +420,7 @@ class Underway:
         return {each.probe.name: PartScores(positions, each.scores(products)) for each in self._monitors}
 
     def answer(self, output: RequestOutput | None = None) -> Answer:
-        """Return the answer, after the last output, or (None) the answer of a request that was ended early."""
+        """Return the answer after the last output, or (None) that of a request that was ended early."""
         ids, decode, last = self._ids, self._decode, None if output is None else output.outputs[0]
         tokens, numbers = ([], []) if self._prompt is None else (each.tolist() for each in self._prompt)
         likeliest = zip(tokens, numbers, strict=True) if self.request.prompt_logprobs else ()
@@ -445,7 +445,7 @@ def drafts_of(completion: CompletionOutput) -> Drafts | None:
 
 
 def results_of(answers: Iterable[tuple[Any, Any]]) -> list[Any]:
-    """Return the results of a call of every worker; raise the first error."""
+    """Return the results of a call to every worker; raise the first error."""
     answers = list(answers)
     for _, error in answers:
         if error is not None:
@@ -454,7 +454,7 @@ def results_of(answers: Iterable[tuple[Any, Any]]) -> list[Any]:
 
 
 def merged(statuses: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the workers' counts as those of one worker."""
+    """Merge the workers' statuses into one."""
     summed: dict[str, Any] = {name: sum(status[name] for status in statuses) for name in ("captured_bytes", "failures")}
     if "active_graphs" in statuses[0]:
         summed["active_graphs"] = min(status["active_graphs"] for status in statuses)
@@ -464,7 +464,7 @@ def merged(statuses: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captured]:
-    """Join the workers' shards, in rank order, of each of the `count` wanted captures."""
+    """Join the workers' shards of `count` wanted captures, in rank order."""
     shards: list[list[Captured]] = [[] for _ in range(count)]
     for answer in answers:
         for i, captured in answer.items():
@@ -477,7 +477,7 @@ def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captur
 
 
 def top_tokens_of(answers: Iterable[tuple[list[bytes], bytes, bytes] | None], top: int) -> list[TopTokens]:
-    """Return the results of a lens, from a worker that has them."""
+    """Return a lens's results from a worker that has them."""
     return PackedTokens(*next(answer for answer in answers if answer is not None)).read(top)
 
 
@@ -497,7 +497,7 @@ SET_BY_US = (
 
 
 def check_sampling(sampling: dict[str, Any]) -> None:
-    """Raise `UnknownName` for an unknown parameter, `ProgramError` for a reserved, unsupported or invalid one."""
+    """Raise `UnknownName` for an unknown parameter, `ProgramError` for a reserved, unsupported or invalid parameter."""
     from vllm import SamplingParams
 
     types = _types()

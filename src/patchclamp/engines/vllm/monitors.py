@@ -1,9 +1,9 @@
 """Monitors: probes that score every token of every request, without a program and without recomputing cached prefixes.
 
-The worker computes W h of each row of a step at the tap of a monitor's site (`MonitorTap`), also in CUDA graphs, and
-the scores are sent with the step's output. The engine core keeps them by slot of the KV cache (`SlotScores`): a token's
-scores are in the slot of its keys and values, so a request that reuses a cached block also gets its scores. With each
-output of a request the core sends the scores that are new, and the front end collects them (`MonitorLog`).
+At the tap of a monitor's site, the worker computes W h for each row of a step (`MonitorTap`), also in CUDA graphs, and
+sends the scores with the step's output. The engine core keeps them by KV-cache slot (`SlotScores`): a token's scores
+share the slot of its keys and values, so a request that reuses a cached block also gets its scores. With each output of
+a request the core sends the new scores, and the front end collects them (`MonitorLog`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORDS = re.compile(r"(?P<name>[^=]+)=(?P<file>.+)@(?P<site>[^@>]+)(?:>(?P<thresh
 
 
 def parse_monitor(words: str) -> tuple[Probe, float | None]:
-    """Read `NAME=FILE@SITE` or `NAME=FILE@SITE>THRESHOLD`. Raises `ProgramError` for other text, and the errors of
+    """Parse `NAME=FILE@SITE` or `NAME=FILE@SITE>THRESHOLD`. Raises `ProgramError` for other text, and the errors of
     `Probe.load`."""
     parts = WORDS.fullmatch(words)
     if parts is None:
@@ -103,12 +103,12 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
 
 
 def monitors_of_config(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
-    """The monitors of an engine with patchclamp."""
+    """Return the monitors in an engine's configuration."""
     return getattr(vllm_config.additional_config, "monitors", ())
 
 
 def columns_of(monitors: Sequence[Monitor]) -> int:
-    """The number of scores per token of all monitors."""
+    """Return the number of scores per token over all monitors."""
     return sum(len(monitor.columns) for monitor in monitors)
 
 
@@ -116,9 +116,9 @@ def columns_of(monitors: Sequence[Monitor]) -> int:
 
 
 class MonitorTap:
-    """Computes the products of all rows of a step. `products` [R, K] has one row for each of them.
+    """Computes the products of a step's rows, `products` [R, K].
 
-    Taps call `apply`. It allocates nothing that outlives the step, so that it can be recorded in a CUDA graph.
+    Taps call `apply`. It allocates nothing that outlives the step, so it can be recorded in a CUDA graph.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class MonitorTap:
             self._at[point] = weight_Dk, places[0][0], places[-1][0] + 1
 
     def apply(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Compute the products at a point, of rows that are the sum of two tensors, or `hidden` alone."""
+        """Compute the products at a point. Rows are `hidden`, plus `residual` if given."""
         if (found := self._at.get(point)) is None:
             return
         weight_Dk, first, end = found
@@ -153,7 +153,7 @@ class MonitorTap:
         self.products[: len(h_RD), first:end] = h_RD @ weight_Dk
 
     def taken(self, rows: int) -> Callable[[], np.ndarray]:
-        """Copy a step's products to the host. Returns a function that waits for the copy and returns them [rows, K]."""
+        """Copy a step's products [rows, K] to the host. Returns a function that waits for the copy and returns it."""
         import torch
 
         copied = self.products[:rows].to("cpu", non_blocking=True, copy=True)
@@ -173,8 +173,8 @@ class MonitorTap:
 
 
 class _Step(NamedTuple):
-    """A scheduled step of N requests: their places in the tables and the tables' versions, their first positions and
-    numbers of tokens [N], and the slots of all tokens [T]."""
+    """A scheduled step of N requests: their lanes and the lanes' versions, first positions and token counts [N], and
+    the slots of all tokens [T]."""
 
     names: list[str]
     lanes: np.ndarray
@@ -185,8 +185,7 @@ class _Step(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """The scores of N outputs: for each, the first position and the number of tokens [N], and the products of all these
-    tokens [T, K]."""
+    """Scores of N outputs: their first positions and token counts [N], and the products of all tokens [T, K]."""
 
     outputs: list[Any]
     firsts: np.ndarray
@@ -195,10 +194,10 @@ class _Taken(NamedTuple):
 
 
 class SlotScores:
-    """The products of every token in the KV cache, by its slot, and the part of each request that was sent.
+    """Every cached token's products by KV-cache slot, and the part of each request already sent.
 
-    columns: K, the numbers of a token · blocks, block: the number of blocks, and the tokens of one
-    length: the most tokens of a request
+    columns: K, the products per token · blocks, block: the number of blocks, and of tokens in a block
+    length: the maximum number of tokens of a request
     """
 
     def __init__(self, columns: int, blocks: int, block: int, length: int) -> None:
@@ -206,7 +205,7 @@ class SlotScores:
         self.by_slot: np.ndarray = np.full((blocks * block, columns), np.nan, np.float32)
         self._unsent: dict[int, tuple[int, np.ndarray]] = {}  # first position and products, by the id of an output
         self._steps: dict[int, _Step] = {}  # under way, by number
-        # by lane, the place of a request: its blocks, their number, the tokens that have scores, and those sent; and a
+        # by lane (a request's row): its blocks, their count, its tokens with scores, and its tokens sent; and a
         # version that changes with the request, and when it begins again after a preemption
         self._tables = np.zeros((64, -(-length // block)), np.int64)
         self._filled, self._known, self._sent, self._version = (np.zeros(64, np.int64) for _ in range(4))
@@ -220,8 +219,8 @@ class SlotScores:
         self, step: int, names: list[str], starts: list[int], counts: Mapping[str, int], total: int,
         blocks: Sequence[tuple[str, Sequence[int], bool]],
     ) -> None:  # fmt: skip
-        """Record a step, under any number: its requests and the first position of each, their numbers of tokens,
-        `total` in all, and new blocks of requests: all blocks of a request (True), or those appended (False)."""
+        """Record a step, under any number: its requests with their first positions and token counts, `total` tokens,
+        and each request's new blocks: all its blocks (True), or those appended (False)."""
         self._steps.pop(step, None)  # of a step that failed
         for name, ids, is_whole in blocks:
             if is_whole:
@@ -237,8 +236,8 @@ class SlotScores:
         self._steps[step] = _Step(names, lanes, self._version[lanes], start_N, count_N, slots)
 
     def computed(self, step: int, products: np.ndarray | None, in_rows: list[str], accepted: Mapping[str, int]) -> None:
-        """Keep the products of a step [T, K]. `in_rows`: its requests in the order of their rows; `accepted`: the
-        number of accepted tokens of each request with drafts."""
+        """Keep a step's products [T, K]. `in_rows`: its requests in row order; `accepted`: the number of accepted
+        tokens of each request with drafts."""
         planned = self._steps.pop(step, None)
         if planned is None:
             return
@@ -260,13 +259,13 @@ class SlotScores:
         self._known[lanes[same]] = (starts + counts)[same]
 
     def take_all(self, outputs: Sequence[Any]) -> _Taken:
-        """Take the new scores of the requests of outputs. Called before the blocks of ended requests are reused; the
-        outputs may be sent later."""
+        """Take the new scores for these outputs' requests. Call this before the blocks of ended requests are reused;
+        the outputs may be sent later."""
         return _Taken(list(outputs), *self._take([output.request_id for output in outputs]))
 
     def message(self, outputs: Sequence[Any], taken: _Taken | None) -> list[bytes]:
-        """Return the scores to send with these outputs: the first position and the number of tokens of each, as int64,
-        and the products as fp32. `taken`: the scores of this step; earlier ones were kept. Empty without outputs."""
+        """Return the scores to send with these outputs: their first positions and token counts, int64, and the
+        products, fp32. `taken`: this step's scores; earlier scores were kept. Empty without outputs."""
         now = [] if taken is None else taken.outputs
         if taken is not None and now and len(outputs) == len(now) and all(map(operator.is_, outputs, now)):
             return [taken.firsts.tobytes(), taken.counts.tobytes(), taken.products.tobytes()]
@@ -280,7 +279,7 @@ class SlotScores:
         return [firsts.tobytes(), counts.tobytes(), b"".join(products.tobytes() for _, products in sent)]
 
     def _lanes_of(self, names: list[str]) -> np.ndarray:
-        """The lanes of requests; −1 for those that have ended."""
+        """Return requests' lanes; −1 for ended requests."""
         if self._known_lanes[0] != names:
             self._known_lanes = names, np.array([self._lanes.get(name, -1) for name in names], np.int64)
         return self._known_lanes[1]
@@ -295,14 +294,14 @@ class SlotScores:
         return firsts, counts, products
 
     def end(self, name: str, tokens: int) -> None:
-        """Truncate a request's scores to its inputs: drafts beyond its last token may have some. The next
-        `forget_ended` drops it."""
+        """Truncate a request's scores to its input tokens: drafts beyond the last token may have scores. The next
+        `forget_ended` drops the request."""
         if (lane := self._lanes.get(name)) is not None:
             self._known[lane] = min(self._known[lane], tokens)
             self._ended.append(name)
 
     def forget_ended(self) -> None:
-        """Drop ended requests, once their last scores are taken."""
+        """Drop ended requests whose last scores were taken."""
         while self._ended:
             self.leave(self._ended.pop())
 
@@ -315,7 +314,7 @@ class SlotScores:
             self._free.append(lane)
 
     def _begin(self, name: str, blocks: Sequence[int]) -> None:
-        """Place a request that starts, or restarts after a preemption."""
+        """Place a request that starts, or restarts after preemption."""
         lane = self._lanes.get(name)
         if lane is None:
             if not self._free:
@@ -343,14 +342,14 @@ class SlotScores:
         self._free = list(range(count, 2 * count))
 
     def _slots(self, lanes: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The slots of the tokens of requests, from positions `starts` on."""
+        """Return the slots of `counts` tokens of each request from positions `starts` on."""
         positions = _ranges(starts, counts)
         lane = lanes if len(positions) == len(lanes) and positions is starts else np.repeat(lanes, counts)
         return self._tables[lane, positions // self._block] * self._block + positions % self._block
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers start … start + count − 1 for each start, joined."""
+    """Return start … start + count − 1 for each start, joined."""
     if len(counts) and counts.min() == 1 == counts.max():
         return starts
     ends = np.cumsum(counts)
@@ -364,11 +363,10 @@ _KINDS = (np.int64, np.int64, np.float32)  # of the parts of a message
 
 
 class _Stretch:
-    """The scores of a batch of N requests over consecutive steps. After the first step, each step has one token per
-    request.
+    """A batch's scores over consecutive steps: N requests, with one token each after the first step.
 
-    first: the products of the first step's tokens, of request i from bounds[i] to bounds[i + 1]
-    later: those of each later step, [N, K]
+    first: products of the first step's tokens; request i has those from bounds[i] to bounds[i + 1]
+    later: products of each later step, [N, K]
     """
 
     def __init__(self, names: list[str], counts: np.ndarray, products: np.ndarray) -> None:
@@ -377,7 +375,7 @@ class _Stretch:
         self._stacked = np.zeros((0, *products.shape))
 
     def rows(self, i: int, begin: int) -> np.ndarray:
-        """The products of request i in the steps from number `begin` on."""
+        """Return request i's products from step `begin` on."""
         parts = [self.first[self.bounds[i] : self.bounds[i + 1]]] if begin == 0 else []
         later = self.later[max(begin - 1, 0) :]
         if begin == 0 and later:
@@ -390,7 +388,7 @@ class _Stretch:
 
 
 class MonitoredRun:
-    """The products of the tokens of one request, as they arrive. `news` returns those before position `end`."""
+    """The products of a request's tokens, as they arrive. `news` returns them up to position `end`."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[_Stretch, int]] = []
@@ -398,11 +396,11 @@ class MonitoredRun:
         self._read = self._steps = self._tokens = 0  # parts read, steps of the next one, tokens that `news` returned
 
     def products(self) -> np.ndarray:
-        """All of them, [T, K]."""
+        """Return all products so far, [T, K]."""
         return np.concatenate([stretch.rows(i, 0) for stretch, i in self.parts])
 
     def news(self) -> tuple[int, np.ndarray]:
-        """The first position and the products of the tokens since the last call."""
+        """Return the first position and the products of the tokens since the last call."""
         unread = enumerate(self.parts[self._read :])
         found = self._held + [stretch.rows(i, 0 if number else self._steps) for number, (stretch, i) in unread]
         if self.parts:
@@ -415,16 +413,16 @@ class MonitoredRun:
 
 
 class Choices(dict[int, MonitoredRun]):
-    """The products of the choices of one request, by index."""
+    """The products of a request's choices, by index."""
 
 
 class MonitorLog:
-    """The scores of one front end's requests.
+    """Scores of one front end's requests.
 
-    runs: for requests registered here before their first output, the products that have arrived, by the name that they
-        were submitted under (weak references)
-    watch: called with the core's names of requests whose scores have arrived, the first position and the number of
-        tokens of each, and the products of all these tokens
+    runs: the products that have arrived for requests registered before their first output, by submitted name (weak
+        references)
+    watch: called when scores arrive, with the core's request names, their first positions and token counts, and the
+        products of all these tokens
     """
 
     watch: Callable[[list[str], np.ndarray, np.ndarray, np.ndarray], None] | None = None
@@ -438,13 +436,13 @@ class MonitorLog:
         self._stretches: dict[int, _Stretch] = {}  # the latest one, by part
 
     def arrived(self, message: Sequence[bytes]) -> None:
-        """Take the scores that an output carries: its own, and those of the outputs that follow it."""
+        """Take the scores that an output carries, for itself and for the outputs that follow it."""
         firsts, counts, products = (np.frombuffer(part, kind) for part, kind in zip(message, _KINDS, strict=True))
         self._message, self._taken, self._part = (firsts, counts, products.reshape(-1, self._columns)), 0, 0
 
     def file(self, names: list[str], owner: Callable[[str], tuple[str, int] | None]) -> None:
-        """Keep the message's scores of the next outputs, which are of these requests of the core. `owner`: returns the
-        name under which a request was submitted, and the index of its choice; None if it has ended."""
+        """Store the message's scores for the next outputs, which belong to these requests of the core. `owner` returns
+        the name under which a request was submitted and its choice index; None if it has ended."""
         if self._message is None:
             return
         firsts, counts, products = self._message

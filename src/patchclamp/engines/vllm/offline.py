@@ -1,7 +1,7 @@
-"""A caller's `vllm.LLM`: an `LM` runs programs on it, and the caller's own requests may have programs, too.
+"""A caller's `vllm.LLM`: an `LM` runs programs on it, and the caller's own requests may also have programs.
 
 An `LLM` belongs to the thread that calls it, so patchclamp has no separate thread. `submit` steps the engine until its
-requests have ended. Outputs of the caller's requests that arrive in between wait for the caller's next step.
+requests have ended. Outputs of the caller's requests that arrive meanwhile are held until the caller's next step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CallersRequest(NamedTuple):
 class OfflineEngine(VllmEngine):
     """Runs programs on the `LLMEngine` of a `vllm.LLM` created with `additional_config={"patchclamp": {}}`.
 
-    front: the `LM` of programs in the caller's requests (`serve.llm_requests`)
+    front: the `LM` for programs in the caller's requests (`serve.llm_requests`)
     """
 
     front: Any = None
@@ -68,8 +68,8 @@ class OfflineEngine(VllmEngine):
 
     @property
     def weights(self) -> int:
-        """The number of calls that may have changed the model's weights in place. A core in another process is asked
-        only after such a call."""
+        """The number of calls that may have changed the model's weights in place. If the core is in another process, it
+        is asked only after such a call."""
         if self._steps.may_differ or core_here(self._engine) is not None:
             self._weights, self._steps.may_differ = ask_core(self._engine, "updates"), False
         return self._weights
@@ -92,7 +92,7 @@ class OfflineEngine(VllmEngine):
         return futures
 
     def close(self) -> None:
-        """Do nothing: the engine belongs to the caller, who may continue to use it."""
+        """Do nothing: the caller owns the engine and may continue to use it."""
 
     def sleep(self, level: int = 1) -> None:
         raise EngineError("call sleep on the vllm.LLM")
@@ -104,7 +104,7 @@ class OfflineEngine(VllmEngine):
         self, ours: CallersRequest, stock: Callable[..., str], name: str, prompt: Any, params: SamplingParams,
         *args: Any, **kwargs: Any,
     ) -> str:  # fmt: skip
-        """Add one of the caller's requests through vLLM's `add_request`, with its program."""
+        """Add one of the caller's requests, with its program, through vLLM's `add_request`."""
         with self._lock:
             self._hold([ours.request])
             self._callers[name] = ours
@@ -118,12 +118,12 @@ class OfflineEngine(VllmEngine):
                 raise
 
     def is_own(self, name: str) -> bool:
-        """True if a request is one that `submit` adds."""
+        """True if `submit` added the request."""
         return name in self._waiting
 
     def check_unused(self, name: str, has_run: bool) -> None:
-        """Raise `NameTaken` for the id of an unfinished request, if that one or the new one has a run: outputs have no
-        other name."""
+        """Raise `NameTaken` for the id of an unfinished request if either request has a run: outputs have only this
+        id."""
         if not clients.is_unfinished(self._engine, name):
             self._forget_caller(name)  # if it was aborted
         elif has_run or name in self._callers:
@@ -143,7 +143,7 @@ class OfflineEngine(VllmEngine):
             self._steps.own_step()
 
     def _of_caller(self, outputs: list[Any]) -> list[Any]:
-        """Read a step's outputs. Returns the caller's outputs; those of ended requests have their runs."""
+        """Read a step's outputs. Return the caller's; outputs of ended requests have their runs."""
         theirs = self._take(outputs)
         for output in theirs:
             if output.finished and output.request_id in self._callers:
@@ -194,7 +194,7 @@ def _answer(request: Request, output: RequestOutput, completion: CompletionOutpu
 def _logprobs_of(
     table: Iterable[Mapping[int, Logprob] | None] | None, ids: Sequence[int], top: int | None
 ) -> tuple[list[float] | None, list[dict[int, float]]]:
-    """The log-probabilities of tokens, and those of the `top` likeliest at each (−1: of all)."""
+    """Return the log-probabilities of tokens, and of the `top` likeliest at each (−1: all)."""
     if table is None:
         return None, []
     rows = [{token: each.logprob for token, each in (row or {}).items()} for row in table]
@@ -204,7 +204,7 @@ def _logprobs_of(
 
 
 def offline_of(engine: LLMEngine) -> OfflineEngine:
-    """Return the `OfflineEngine` of an `LLMEngine`, created at the first call."""
+    """Return an `LLMEngine`'s `OfflineEngine`, created by the first call."""
     found = vars(engine).get("patchclamp")
     if found is None:
         found = vars(engine)["patchclamp"] = OfflineEngine(engine)

@@ -1,10 +1,10 @@
-"""A server: its start by vLLM's own command, its limits per caller, and its metrics.
+"""A server: its start through vLLM's own command, its limits per caller, and its metrics.
 
-The limits are in `--additional-config '{"patchclamp": {"serve": {...}}}'`. They do not change the engine, so they are
-removed from `additional_config` before vLLM hashes it for its compile cache.
+The limits are in `--additional-config '{"patchclamp": {"serve": {...}}}'`. They do not affect compiled code, so they
+are removed from `additional_config` before vLLM hashes it for its compile cache.
 
-Metrics are exported next to vLLM's own at `/metrics`, in the process's prometheus_client registry. Each front end
-counts its requests and results, and vLLM sums over its API processes. Resource counts are polled from the engine cores
+Metrics are exported with vLLM's own at `/metrics`, from the process's prometheus_client registry. Each front end counts
+its requests and results, and vLLM sums over its API processes. Resource counts are polled from the engine cores
 (`held`); a program's waiting time comes with its answer.
 """
 
@@ -71,11 +71,11 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The log of the scores of a server's own probes.
+    """The score log of a server's own probes.
 
     path: a .jsonl or .parquet path, to which file numbers are added; None: no log
     sample: the fraction of requests that are logged
-    file_bytes, files: the size of a file, and the number of files kept
+    file_bytes, files: the maximum size of a file, and the number of files kept
     """
 
     path: str | None = None
@@ -168,9 +168,9 @@ def _larger(limit: str) -> str:
 
 
 class _Additional(dict[str, Any]):
-    """An `additional_config` with settings that do not change the compiled code as attributes, because vLLM hashes the
-    items. The configuration itself cannot have them: vLLM could not derive the configuration of a part of the model
-    from it."""
+    """An `additional_config` that holds settings without effect on compiled code as attributes, because vLLM hashes its
+    items. They cannot be attributes of the configuration itself: vLLM could not derive the configuration of a part of
+    the model from it."""
 
     serving: ServeLimits
     monitors: tuple[Monitor, ...]
@@ -186,9 +186,9 @@ def set_apart(
     vllm_config: VllmConfig, limits: ServeLimits, monitors: tuple[Monitor, ...],
     saes: tuple[tuple[SAEOption, ...], str], check_rate: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Move a server's limits, the always-on probes, the SAEs and the rate of self-checks out of our part of
-    `additional_config`, to be read by `serving`, `monitors.of_config`, `loaded_saes` and `check_rate_of`; return that
-    part. The original engine arguments are not modified."""
+    """Move a server's limits, always-on probes, SAEs and the self-check rate out of our part of `additional_config`,
+    and return that part. `serving`, `monitors_of_config`, `loaded_saes` and `check_rate_of` read the moved settings.
+    The original engine arguments are not modified."""
     extra: Any = vllm_config.additional_config
     ours = {part: value for part, value in extra[KEY].items() if part not in SET_APART}
     extra = vllm_config.additional_config = _Additional({**extra, KEY: ours})
@@ -198,7 +198,7 @@ def set_apart(
 
 def checked_rate(given: Any, unchecked: str) -> int:
     """Read the engine option `check_rate`: 0 for no checks, None for the default. `unchecked`: the reason why this
-    model's `embed` cannot be checked; "" if it can. Raises `ProgramError`, and `EngineError` for such a model."""
+    model's `embed` cannot be checked; "" if it can. Raises `ProgramError`, or `EngineError` for such a model."""
     if given is None:
         return 0 if unchecked else CHECK_RATE
     if not isinstance(given, int) or isinstance(given, bool) or given < 0:
@@ -245,7 +245,7 @@ def loaded_saes(vllm_config: VllmConfig, sites: SiteMap) -> Iterator[tuple[SAE, 
 
 
 def serving(vllm_config: VllmConfig) -> ServeLimits:
-    """Return the server's limits of a configuration with patchclamp."""
+    """Return the server limits in a configuration with patchclamp."""
     extra: Any = vllm_config.additional_config
     return extra.serving
 
@@ -281,17 +281,17 @@ class Metrics:
             self._checks.labels(model, result)
 
     def started(self, bound: BoundProgram) -> None:
-        """Count a request with a program that goes to the engine."""
+        """Count a request with a program that is sent to the engine."""
         self._programs.labels(self._model).inc()
         for op in bound.ops:
             self._ops.labels(self._model, KINDS[op.kind]).inc()
 
     def graded(self, programs: int) -> None:
-        """Count programs graded in batches, from the programs alone."""
+        """Count programs graded in batches; they add to no other metric."""
         self._programs.labels(self._model).inc(programs)
 
     def ended(self, bound: BoundProgram, ids: Sequence[int], vectors: Mapping[str, np.ndarray], sites: SiteMap) -> None:
-        """Count an ended run. `ids`: prompt and generated ids; `vectors`: includes those of conditions."""
+        """Count an ended run. `ids`: prompt and generated ids; `vectors`: includes the conditions' vectors."""
         computed = len(ids) - 1
         self._rows.labels(self._model).inc(edited_rows(bound, np.asarray(ids[:computed], np.int64), vectors))
         if size := captured_bytes(bound, sites, computed):
@@ -320,7 +320,7 @@ metrics_of = functools.cache(Metrics)
 
 
 def edited_rows(bound: BoundProgram, ids: np.ndarray, vectors: Mapping[str, np.ndarray]) -> int:
-    """Count the rows that a program's edits acted on, for these token ids, or could act on, under a condition."""
+    """Count the rows that a program's edits act on for these token ids, as if all conditions were met."""
     edits = [op for op in bound.ops if op.is_edit]
     return sum(len(op.points) * len(acted_on(op, ids, vectors)) for op in edits)
 
@@ -373,7 +373,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
 
 
 def _cache_size(options: Sequence[str]) -> list[str]:
-    """Return the option for a cache that fits a CPU's memory; none on a GPU or if a size is given."""
+    """Return the option for a cache that fits a CPU's memory; none on a GPU, or if a size is given."""
     names = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in options]
     if "config" in names:  # the file may set it
         return []
@@ -384,7 +384,7 @@ def _cache_size(options: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return a server's environment variables. They name our plugin, and all others that vLLM would load anyway."""
+    """Return a server's environment variables. They name our plugin, and all plugins that vLLM would load anyway."""
     import torch
 
     named = os.environ.get("VLLM_PLUGINS")
@@ -402,7 +402,7 @@ def environment() -> dict[str, str]:
 
 
 def with_config(options: Sequence[str]) -> list[str]:
-    """Return vLLM's options with our part in `--additional-config`, to which our own options (`OWN`) belong."""
+    """Return vLLM's options, with our own options (`OWN`) moved into our part of `--additional-config`."""
     rest, config = [], {}
     own: dict[str, list[str]] = {name: [] for name in OWN}
     words = iter(options)
@@ -430,7 +430,7 @@ OWN = (*OF_PROBES, "--sae", "--sae-precision", "--patchclamp-check-rate")
 
 
 def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
-    """Our part of `additional_config` with our own options."""
+    """Return our part of `additional_config` with our own options added."""
     if not any(own.values()) or not isinstance(ours, dict):
         return ours
     if own["--sae"]:

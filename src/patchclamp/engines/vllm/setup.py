@@ -1,5 +1,5 @@
-"""The plugin that vLLM loads in every process (`vllm.general_plugins`). It wraps vLLM's functions, and completes our
-part of a configuration or rejects it. Engines without patchclamp are left alone."""
+"""The plugin that vLLM loads in every process (`vllm.general_plugins`). It wraps vLLM's functions, and completes or
+rejects our part of a configuration. Engines without patchclamp are unaffected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ problem: SeamMoved | None = None  # only engines with patchclamp raise it, at th
 
 
 class _Causes(logging.Handler):
-    """Appends each logged exception as a line to a file, since a server does not get the cause of a failed core."""
+    """Appends logged exceptions to a file, one a line: a server does not receive the cause of a core's failure."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
@@ -44,7 +44,7 @@ class _Causes(logging.Handler):
 
 def register() -> None:
     """Wrap vLLM's configuration, model loading, compilation, prefix cache, engine core and output processor. Each
-    wrapper first checks whether the engine uses patchclamp."""
+    wrapper first checks that the engine uses patchclamp."""
     global problem
     if os.environ.get(CAUSES):
         logging.getLogger("vllm").addHandler(_Causes(logging.ERROR))
@@ -65,8 +65,8 @@ def register() -> None:
 def complete(vllm_config: VllmConfig) -> None:
     """Complete our part of `additional_config`; `{"patchclamp": {}}` selects the defaults.
 
-    It is part of the key of vLLM's compile cache, so it includes everything that changes the graph. A server's limits
-    do not change the graph, so they are removed (`server.serving`).
+    vLLM's compile-cache key includes it, so it contains everything that changes the graph. A server's limits do not, so
+    they are removed (`server.serving`).
 
     Raises `EngineError`, with names and reasons, for a configuration that would break a guarantee, and `UnknownName`
     for an unknown setting.
@@ -110,8 +110,7 @@ def complete(vllm_config: VllmConfig) -> None:
 
 
 def _op() -> str:
-    """Return a key of the traces of taps in compiled code, for vLLM's cache: their source, and whether layers share
-    code."""
+    """Return a key for vLLM's compile cache: the source of the taps' traces, and True if layers share code."""
     digest = hashlib.sha256()
     for module in (taps, op):
         digest.update(inspect.getsource(module).encode())

@@ -1,12 +1,12 @@
 """Transfer of captured rows to another process on the same machine.
 
-Large rows in open memory (`store.host_memory`), such as a GPU's captures, are lent: the receiver maps that memory and
-returns views to its caller. The sender keeps lent rows until the last view is gone.
+Large rows in open memory (`store.host_memory`), such as a GPU's captures, are lent: the receiver maps the memory and
+returns views to its caller. The sender keeps lent rows until the last view is freed.
 
-All other rows pass through a buffer in shared memory, one per receiver. Newly allocated memory, which the system must
-clear first, transfers at 1 to 2 GB/s; a buffer that both sides have already mapped transfers at copy speed. The rows of
-one call are concatenated, and sent in parts if they exceed the buffer. The receiver copies the parts out, so a caller's
-arrays do not depend on the buffer. Small rows travel in the answer, as do all rows if there is no room for a buffer.
+All other rows pass through a shared-memory buffer, one per receiver. New memory, which the system must clear first,
+transfers at 1 to 2 GB/s; a buffer that both sides have already mapped transfers at copy speed. A call's rows are
+concatenated, and sent in parts if they exceed the buffer. The receiver copies the parts out, so a caller's arrays do
+not depend on the buffer. Small rows travel in the answer, as do all rows if there is no room for a buffer.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class CaptureSender:
         self, stored: dict[int, StoredRows], to: str, mapped: Collection[int] = (), at: int = 0, files: bool = True,
         loan: str = "",
     ) -> dict[str, Any]:  # fmt: skip
-        """Return an answer for the receiver `to`, which has mapped the buffers `mapped`. `stored`: the rows, by number.
+        """Return an answer for the receiver `to`, which has mapped the buffers `mapped`. `stored`: rows by index.
 
-        It has the concatenated bytes from `at` on, at most `MAX_BUFFER_BYTES`. `files`: True if the receiver can open
-        our files. `loan`: the name under which large rows are lent; "" to lend none.
+        The answer has the concatenated bytes from `at` on, at most `MAX_BUFFER_BYTES`. `files`: True if the receiver
+        can open our files. `loan`: the loan name for large rows; "" to lend none.
         """
         lends = files and loan
         places = {n: place for n, rows in stored.items() if lends and (place := _lendable(rows)) is not None}
@@ -82,7 +82,7 @@ class CaptureSender:
         return answer | {"buffer": buffer.number, "path": buffer.path, "buffer_bytes": len(buffer.memory), "here": here}
 
     def _buffer(self, to: str, mapped: Collection[int], size: int) -> _Buffer | None:
-        """Return the receiver's buffer with room for `size` bytes; None if there is no memory for one."""
+        """Return the receiver's buffer, with room for `size` bytes; None if there is no memory for one."""
         buffer = self._buffers.get(to)
         if buffer is not None and buffer.number in mapped:
             host_memory.forget_shared(buffer.path)
@@ -98,7 +98,7 @@ class CaptureSender:
         return self._buffers.get(to)
 
     def _lend(self, loan: str, to: str, rows: dict[int, tuple[MemoryLocation, np.ndarray]]) -> None:
-        """Keep rows for a receiver until it returns them, file by file; drop the loans of dead receivers."""
+        """Keep rows, grouped by file, until a receiver returns them; drop the loans of dead receivers."""
         for other in [other for other, (name, _) in self._lent.items() if not _alive(name)]:
             del self._lent[other]
         files: dict[str, list[np.ndarray]] = {}
@@ -107,7 +107,7 @@ class CaptureSender:
         self._lent[loan] = to, files
 
     def take_back(self, released: Iterable[str]) -> None:
-        """Drop the loans among released names: `LOAN`, or `LOAN/FILE` for the rows in one file."""
+        """Drop released loans by name: `LOAN`, or `LOAN/FILE` for the rows in one file."""
         for name in released:
             loan, _, file = name.partition("/")
             if not name.startswith(_LOAN) or loan not in self._lent:
@@ -130,7 +130,7 @@ class CaptureSender:
 
 class CaptureReceiver:
     """Receives rows from `CaptureSender`s. `name` identifies the receiver. `release` is called with the names of loans
-    without views, on any thread where the garbage collector runs; they go to the senders' `take_back`.
+    without views, on any thread where the garbage collector runs; pass the names to the senders' `take_back`.
 
     has_views: True once large rows have arrived as views
     """
@@ -147,10 +147,9 @@ class CaptureReceiver:
         self._unseen = 0  # consecutive fetches that could not open the senders' files
 
     def fetch(self, ask: Callable[[str, list[int], int, bool, str], list[Any]]) -> list[dict[int, Captured]]:
-        """Fetch positions and rows by number, from each sender; `ask(name, mapped, at, files, loan)` calls their
-        `CaptureSender.hand`.
+        """Fetch positions and rows by index from each sender; `ask(name, mapped, at, files, loan)` calls their `hand`.
 
-        Loans are returned if anything is raised.
+        Loans are returned if an error is raised.
         """
         loans: list[str] = []
         try:
@@ -160,7 +159,7 @@ class CaptureReceiver:
             raise
 
     def _fetch(self, ask: Callable[[str, list[int], int, bool, str], list[Any]], loans: list[str]) -> list[Any]:
-        """Like `fetch`; the name of every loan is appended to `loans` before it is requested."""
+        """Fetch rows, as `fetch` does, and append each loan's name to `loans` before requesting it."""
         with self._lock:
             files, at = self._unseen < _PATIENCE, 0
             before: list[Any] = []
@@ -199,7 +198,8 @@ class CaptureReceiver:
         return self._map(answer)[: answer["here"]]
 
     def _borrow(self, answer: dict[str, Any], loan: str) -> dict[int, np.ndarray]:
-        """Return each lent row's open memory, from its first byte on; a file is returned once its last view is gone."""
+        """Return the open memory of lent row arrays, each from its first byte on. A file is returned when its views are
+        freed."""
         if "lent" not in answer:
             return {}
         places = {number: MemoryLocation(*place) for number, *place in answer["lent"]}
@@ -216,7 +216,7 @@ class CaptureReceiver:
         return {number: roots[place.name][place.offset :] for number, place in places.items()}
 
     def _forget_closed(self) -> None:
-        """Unmap memory that its owner has closed. Views of it stay valid."""
+        """Unmap memory that its owner has closed. Existing views stay valid."""
         for name in [name for name, (place, _) in self._mapped.items() if not host_memory.is_open(place)]:
             del self._mapped[name]
 
@@ -230,7 +230,7 @@ class CaptureReceiver:
 
 
 def described(stored: dict[int, StoredRows]) -> dict[str, Any]:
-    """Describe rows without their bytes: the number, index into `positions`, width and dtype of each."""
+    """Describe rows without their bytes: each one's index, index into `positions`, width and dtype."""
     arrays = {id(rows.positions): rows.positions for rows in stored.values()}  # the rows of a run often share one
     which = {key: i for i, key in enumerate(arrays)}
     rows = [[number, which[id(rows.positions)], rows.width, str(rows.dtype)[6:]] for number, rows in stored.items()]
@@ -238,7 +238,7 @@ def described(stored: dict[int, StoredRows]) -> dict[str, Any]:
 
 
 def without_bytes(answer: dict[str, Any]) -> dict[int, StoredRows]:
-    """Return the rows of a `described` answer, without bytes, by number."""
+    """Return the rows of a `described` answer by index, without bytes."""
     positions = [np.frombuffer(array, np.int64) for array in answer["positions"]]
     return {
         number: StoredRows(positions[which], [], getattr(torch, dtype), width)
@@ -247,7 +247,7 @@ def without_bytes(answer: dict[str, Any]) -> dict[int, StoredRows]:
 
 
 def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray]) -> dict[int, Captured]:
-    """Return positions and rows by number: views of lent memory, and of the memory that the others were copied to."""
+    """Return positions and rows by index, as views of lent memory or of `memory`, the copy of all other rows."""
     stored = without_bytes(answer)
     copied = [number for number in stored if number not in lent]
     begins, _ = side_by_side([stored[number] for number in copied])
@@ -256,12 +256,12 @@ def _read(answer: dict[str, Any], memory: np.ndarray, lent: dict[int, np.ndarray
 
 
 def _lendable(rows: StoredRows) -> MemoryLocation | None:
-    """Return the place of rows that a receiver can map; None for others."""
+    """Return the location of rows that a receiver can map; None for other rows."""
     return host_memory.place_of(rows.parts[0]) if rows.is_view(MIN_VIEW_BYTES) else None
 
 
 def _part(rows: StoredRows, at: int, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the copies that put the bytes of rows at offset `at` of memory; bytes outside it are skipped."""
+    """Return the copies that put the rows' bytes at offset `at` of memory; bytes outside it are skipped."""
     if at >= 0 and at + rows.nbytes <= len(memory):
         return rows.copies(memory[at:])
     copies = []

@@ -1,4 +1,4 @@
-"""The vLLM engine: one `LLMEngine`, built and stepped on its own thread, with a queue of jobs from any thread."""
+"""The vLLM engine: an `LLMEngine` created and stepped on its own thread, with a job queue open to all threads."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def known_options() -> list[str]:
 
 
 class VllmEngine(VllmFrontEnd):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments under their own names, and these of ours:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments by name, and our own:
 
     `cells`, `max_records`, `bank_bytes`, `sae_bytes`, `batch_share`, `kept_bytes`, `ring_bytes`, `pinned_bytes`,
     `active_sizes`: `Limits` of the worker; `numerics`: the code for steps without programs, "uniform" (the same as with
@@ -115,7 +115,7 @@ class VllmEngine(VllmFrontEnd):
         started.result()
 
     def _begin(self) -> None:
-        """Create its own state, before it has an `LLMEngine`."""
+        """Create the engine's own state, before it has an `LLMEngine`."""
         super().__init__()
         self._queue: collections.deque[tuple[Callable[..., Any], Future[Any]]] = collections.deque()
         self._released: collections.deque[str] = collections.deque()
@@ -171,12 +171,12 @@ class VllmEngine(VllmFrontEnd):
 
     @property
     def weights(self) -> int:
-        """The number of calls that may have changed the model's weights in place, if its core is in this process. Only
-        code that reaches past `pc.LM` makes such calls."""
+        """The number of calls that may have changed the model's weights in place, if the core is in this process. Only
+        code that bypasses `pc.LM` makes such calls."""
         return 0 if core_here(self._engine) is None else ask_core(self._engine, "updates")
 
     def status(self) -> dict[str, Any]:
-        """Return counts of the workers and the core: programs, runs, records, vectors, and waiting requests."""
+        """Return the workers' and core's counts: programs, runs, records, vectors, and waiting requests."""
         return self._call(lambda: {**merged(self._ask("status")), **ask_core(self._engine, "counts")}).result()
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
@@ -312,20 +312,20 @@ class VllmEngine(VllmFrontEnd):
         self._start_on(config)
 
     def _start_on(self, config: VllmConfig) -> None:
-        """Prepare the workers of its `LLMEngine`, and its own helpers there."""
+        """Prepare the workers of the `LLMEngine`, and create our helpers for it."""
         self._ask("started", self.remote)
         self._submitter = Submitter(self._engine, has_text=not config.model_config.skip_tokenizer_init)
         self._adapters = Adapters(self._engine, lambda number: self._ask("unfit", number), config.lora_config)
 
     def _ask(self, verb: str, *args: Any) -> list[Any]:
-        """Call every worker between steps; return their results."""
+        """Call every worker between steps; return the results."""
         return results_of(self._engine.collective_rpc("patchclamp_rpc", args=(verb, *args)))
 
     def _tell(self, method: str, *args: Any) -> None:
         tell_core(self._engine, method, *args)
 
     def _serve(self) -> bool:
-        """Run queued jobs, and wait for some if there is nothing to step. Return False once the engine is to stop."""
+        """Run queued jobs; wait for a job if there is nothing to step. Return False once the engine must stop."""
         with self._wake:
             while not (self._stop or self._queue or self._held_back or self._released or self._gradings
                        or is_busy(self._engine)):  # fmt: skip
@@ -353,7 +353,7 @@ class VllmEngine(VllmFrontEnd):
         self._take(outputs)
 
     def _take(self, outputs: list[Any]) -> list[Any]:
-        """Read the outputs of its own requests. Returns the others."""
+        """Read the outputs of our own requests. Return the others."""
         ended: list[Request] = []
         others: list[Any] = []
         for output in outputs:
@@ -403,7 +403,7 @@ class VllmEngine(VllmFrontEnd):
         grading.end(error)
 
     def _forget(self, request: Request) -> None:
-        """Drop the state of an ended request, except for its vectors."""
+        """Drop an ended request's state, except for its vectors."""
         if self._waiting.pop(request.run, None) is not None:
             self._forget_tables(request.run)
         self._adapters.give(request)
@@ -448,7 +448,7 @@ class VllmEngine(VllmFrontEnd):
         self._tell("release", runs)
 
     def _start_held_back(self) -> None:
-        """Submit held-back requests to vLLM, in order, while there is room for their adapters."""
+        """Submit held-back requests to vLLM, in order, while their adapters fit."""
         for _ in range(self._adapters.admits(request for request, _ in self._held_back)):
             self._start(*self._held_back.popleft())
 
@@ -467,7 +467,7 @@ class VllmEngine(VllmFrontEnd):
         settle(future, error)
 
     def _abort(self, runs: set[str]) -> None:
-        """Abort runs, held back or started."""
+        """Abort runs, whether held back or started."""
         aborted = EngineError(ABORTED)
         for request, future in [pair for pair in self._held_back if pair[0].run in runs]:
             self._held_back.remove((request, future))
@@ -479,7 +479,7 @@ class VllmEngine(VllmFrontEnd):
         self._tell("release", list(runs))
 
     def _end(self, runs: list[str]) -> None:
-        """End unfinished runs, with their answers so far. Their captures stay."""
+        """End unfinished runs, with their answers so far. Captures are kept."""
         for underway, future, carried in [self._waiting[run] for run in runs if run in self._waiting]:
             request, error = underway.request, None
             verdict = verdict_of(self._ask("verdict", request.run))
@@ -510,7 +510,7 @@ class VllmEngine(VllmFrontEnd):
 
 
 class RunningGrading:
-    """A running grading. `end` is called with its error, or None at its end."""
+    """A running grading. `end` is called with its error, or None on success."""
 
     def __init__(self, name: str, calls: Grading, end: Callable[[PatchclampError | None], None]) -> None:
         self.name, self._calls, self.end = name, calls, end
@@ -519,7 +519,7 @@ class RunningGrading:
         self._next = next(calls)
 
     def advance(self, ask: Callable[..., list[Any]], core: Callable[..., Any], busy: bool) -> bool:
-        """Carry out the next call. Returns False at the end. `busy`: the engine has requests."""
+        """Carry out the next call. Return False at the end. `busy`: True if the engine has requests."""
         verb, args = self._next
         if verb == "wait":
             self._since = self._since or time.monotonic()
@@ -545,7 +545,7 @@ class RunningGrading:
 
 
 def _finished(output: RequestOutput, underway: Underway, carried: bytes | None) -> Answer | PatchclampError:
-    """Return the answer of a request after its last output, or the error that invalidates it."""
+    """Return a request's answer after its last output, or the error that invalidates it."""
     verdict = verdict_in(output)
     try:
         if carried is not None:

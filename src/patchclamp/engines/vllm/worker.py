@@ -1,7 +1,8 @@
-"""Code in vLLM's worker: the runtime of a model runner (`Attached`), and the front end's calls (`do_…`).
+"""Code in vLLM's worker: a model runner's runtime (`Attached`), and handlers of the front end's calls (`do_…`).
 
-`Exchange` moves rows that one worker captured to another that reads them, just before the reading program is installed.
-Every worker installs the same programs in the same order, so senders and receivers follow from the program alone.
+`Exchange` moves rows from the worker that captured them to one that reads them, just before the reading program is
+installed. All workers install the same programs in the same order, so senders and receivers follow from the program
+alone.
 """
 
 from __future__ import annotations
@@ -61,10 +62,9 @@ logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 
 
 class Exchange:
-    """Moves rows between the workers of one engine. `group`: vLLM's group of all of them.
+    """Moves rows between an engine's workers. `group`: vLLM's group of all workers.
 
-    _has_tap, _keeps, _shard [workers, P]: whether a worker has the tap of a point, whether it keeps captures there, and
-        its shard
+    _has_tap, _keeps, _shard: by worker and point, True if it has the tap, if it keeps captures, and its shard's index
     """
 
     def __init__(self, runtime: Runtime, group: GroupCoordinator) -> None:
@@ -79,7 +79,7 @@ class Exchange:
         self._moved: dict[str, dict[str, torch.Tensor] | MissingSource] = {}  # by request, until it is installed
 
     def move(self, request: str, bound: BoundProgram) -> None:
-        """Move the rows that a request's program reads; called on every worker, before any waits for another."""
+        """Move the rows that a request's program reads. Runs on every worker before any blocks on a peer."""
         try:
             reads = [read for op in bound.ops for read in op.reads()]
             self._moved[request] = self._move(reads)
@@ -87,7 +87,7 @@ class Exchange:
             self._moved[request] = MissingSource(f"the rows it reads could not be transferred: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
-        """Return the rows [n, W] of other workers that a request's program reads here, by bank key. Raises
+        """Return rows [n, W] of other workers that a request's program reads on this worker, by bank key. Raises
         `MissingSource` if the sender did not have them."""
         moved = self._moved.pop(request)
         if isinstance(moved, MissingSource):
@@ -95,7 +95,7 @@ class Exchange:
         return moved
 
     def of_cells(self, job: Job) -> dict[str, torch.Tensor]:
-        """Move the rows that a job's cells read to this worker, and return them. Called on every worker."""
+        """Move other workers' rows that a job's cells read on this worker, and return them. Runs on every worker."""
         cells = CellRecords.of_bytes(job.cells)
         reads = {(cells.keys[key], point) for group in cells.groups for index in (group.key, group.beside)
                  for key, point in np.unique(np.stack([index, group.point], -1).reshape(-1, 2), axis=0).tolist()
@@ -106,8 +106,8 @@ class Exchange:
         return rows
 
     def everywhere(self, wanted: list[Wanted], fetch: Callable[[list[Wanted]], list[Captured]]) -> list[Captured]:
-        """Send captures whose full rows one worker keeps to every worker. Called on all of them. Raises the error of
-        the worker that keeps a capture."""
+        """Send captures to all workers from the one that keeps full rows. Runs on all workers, and raises the sender's
+        error."""
         kept = self._has_tap.astype(bool) & self._keeps.astype(bool)
         owners = [int(kept[:, point].argmax()) for _, point, *_ in wanted]
         found: dict[int, Captured] = {}
@@ -146,14 +146,14 @@ class Exchange:
         return received
 
     def _rows_here(self, run: str, point: int) -> torch.Tensor | None:
-        """Return a run's captures here; None if missing, or on any error, because the reader waits for a message."""
+        """Return this worker's captures of a run. None if missing or on any error, so the reader never hangs."""
         try:
             return self._runtime.fetch(run, point)[1].cpu() if self._runtime.captured_here(run, point) else None
         except Exception:
             return None
 
     def _crossings(self, reads: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return each key of a run's rows with each worker that reads it, in the same order on every worker."""
+        """Return the (bank key, reading worker) pairs of runs' rows, in the same order on every worker."""
         pairs: dict[tuple[str, int], None] = {}
         for key, point in reads:
             if source_of(key) is not None:
@@ -161,7 +161,7 @@ class Exchange:
         return list(pairs)
 
     def _owner(self, point: int, reader: int) -> int | None:
-        """Find a worker that keeps the reader's shard of a point's rows, preferably the reader; None without one."""
+        """Find a worker, preferably the reader, that keeps the reader's shard of a point's rows; None without one."""
         sharded = self._runtime.sites.shard_count(point) > 1
         has = self._has_tap[:, point].astype(bool) & self._keeps[:, point].astype(bool)
         if sharded:
@@ -185,7 +185,7 @@ def attach(worker: Worker) -> None:
 
 
 def admission_of(vllm_config: VllmConfig) -> Admission:
-    """Create the admission of an engine core, with its workers' limits."""
+    """Create an engine core's `Admission` from its workers' limits."""
     config = configuration.enabled(vllm_config)
     assert config is not None
     limits = msgspec.convert(config["limits"], Limits)
@@ -196,14 +196,14 @@ def admission_of(vllm_config: VllmConfig) -> Admission:
 
 
 def too_deep(level: int) -> EngineError | None:
-    """Return an error for sleep levels above 1, which discard the weights; else None."""
+    """Return an error for sleep levels above 1, which discard the weights; otherwise None."""
     if level <= 1:
         return None
     return EngineError(f"sleep level {level} is not supported, because it discards the weights; use level 1")
 
 
 def answer(worker: Worker, verb: str, *args: Any) -> tuple[Any, Packed | None]:
-    """Execute a call of the front end; return (result, None) or (None, packed error), which can cross processes."""
+    """Execute a front end's call. Return (result, None) or (None, packed error); both can be sent between processes."""
     attached: Attached | None = getattr(worker, "patchclamp", None)
     if attached is None:
         return None, pack(
@@ -216,7 +216,7 @@ def answer(worker: Worker, verb: str, *args: Any) -> tuple[Any, Packed | None]:
 
 
 class Attached:
-    """The runtime of one worker, driven by its runner's steps."""
+    """A worker's runtime, driven by its runner's steps."""
 
     def __init__(self, worker: Worker, runner: Any, kind: str, limits: Limits) -> None:
         sites = site_map(worker.vllm_config)
@@ -312,16 +312,16 @@ class Attached:
         return at_work(self.runtime, self._compiled)
 
     def at_rest(self) -> Any:
-        """Return the context of an idle step. Taps do nothing there; taps in compiled code return early."""
+        """Return an idle step's context. Taps do nothing inside it; taps in compiled code return early."""
         return at_work(self.runtime.monitor, self._compiled) if self._uniform else nullcontext()
 
     def resting(self) -> Any:
-        """Return the context in which graphs of idle steps are recorded."""
+        """Return the context in which idle steps' graphs are recorded."""
         return at_work(self.runtime.monitor)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Make every tap launch its kernel, while a graph is recorded."""
+        """Make every tap launch its kernel while a graph is recorded."""
         self.runtime.step.recording = True
         try:
             with at_work(self.runtime):
@@ -332,8 +332,8 @@ class Attached:
     # -- around a step
 
     def ahead(self, scheduler_output: SchedulerOutput) -> None:
-        """Move the rows of other runs that new programs read, with several workers. This must happen before a pipeline
-        stage waits for the previous one."""
+        """Move the rows of other runs that new programs read, between several workers. This must happen before a
+        pipeline stage waits for the previous one."""
         orders = compat.orders(scheduler_output)
         assert self._exchange is not None
         for admitted in () if orders is None else orders.admit:
@@ -347,7 +347,7 @@ class Attached:
         return active, fits
 
     def _take_in(self, scheduler_output: SchedulerOutput) -> tuple[bool, bool]:
-        """Compute the result of `before`, which often follows from the previous step."""
+        """Compute the result of `before`. It often follows from the previous step."""
         self.runtime.plan = None
         self._awaits_logits = False
         ordered = compat.orders(scheduler_output) is not None
@@ -368,7 +368,7 @@ class Attached:
         return answer
 
     def _give_up(self, scheduler_output: SchedulerOutput, error: Exception) -> tuple[tuple[bool, bool], int]:
-        """Run the step without its programs, and fail each of their runs with the error."""
+        """Run the step without its programs, and fail their runs with the error."""
         self._active = False
         self.runtime.fail_step([request for request, _ in compat.positions(scheduler_output)], error)
         return (False, True), 0
@@ -390,8 +390,8 @@ class Attached:
         return answer, steps_left - 1 if steps_left else FOREVER
 
     def _positions(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
-        """Return each request of a step and the first position it computes. If steps are scheduled ahead, the position
-        is read from the device only if a program acts at the earliest possible one; otherwise it may be too high."""
+        """Return each request of a step and its first computed position. If steps are scheduled ahead, read the
+        position from the device only if a program acts at the earliest possible one; otherwise it may be too high."""
         positions = list(compat.positions(scheduler_output))
         earliest = ((request, max(begin - self._most_ahead, 0)) for request, begin in positions)
         if not self._most_ahead or not self.runtime.steps_left(earliest):
@@ -400,7 +400,7 @@ class Attached:
         return list(self._begins.items())
 
     def _free(self, requests: Collection[str]) -> None:
-        """Free ended requests. An aborted request may have a step in flight; its failure must be counted."""
+        """Free ended requests. An aborted request may have a step in flight, whose failure must be counted."""
         aborted = [request for request in requests if request not in self._settled and self.runtime.has(request)]
         if aborted:
             if self.runtime.device.type == "cuda":
@@ -412,8 +412,8 @@ class Attached:
     def _carry_out(self, orders: Orders, finished: Collection[str]) -> None:
         """Release runs and install programs. A program that cannot be installed fails its run.
 
-        A program whose request was aborted before its first step is also installed, and freed at once: later programs
-        read the rows that it loads into the bank.
+        A program whose request was aborted before its first step is installed and freed at once: later programs read
+        the rows that it loads into the bank.
         """
         self._sender.take_back(orders.release)
         self.runtime.release(orders.release)
@@ -443,7 +443,7 @@ class Attached:
     def planned(
         self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, samples: np.ndarray | None
     ) -> None:
-        """Plan a step with programs. The arrays are the runner's own, and change with its next step."""
+        """Plan a step with programs. The arrays are the runner's own, and change in its next step."""
         self._requests = requests
         if self._most_ahead:
             position = np.array([self._begins[request] for request in requests])
@@ -456,7 +456,7 @@ class Attached:
         self._awaits_logits = self.runtime.plan is not None
 
     def logits(self, logits: torch.Tensor | None) -> None:
-        """Apply the logits tap. Only a step's first logits are sampled from; later ones grade prompts."""
+        """Apply the logits tap. Only a step's first logits are sampled from; later logits grade prompts."""
         if not self._warm and logits is not None:  # during engine start
             self._warm = True
             with self.recording():
@@ -474,15 +474,15 @@ class Attached:
     # -- calls
 
     def do_examine(self) -> dict[str, Any]:
-        """Return the status, with fusions and memory."""
+        """Return the status, including fusions and memory."""
         memory = {"vectors (bank)": self.runtime.bank.data.nbytes, **self.runtime.step.memory}
         if self._graphs is not None:
             memory |= {f"CUDA graphs {kind} taps": size for kind, size in self._graphs.bytes.items()}
         return {**self.do_status(), "fusions": self._fusions, "memory": memory}
 
     def do_started(self, remote: bool) -> None:
-        """Open captures to be mapped by the front end, if it is `remote`. Raises `EngineError` if idle steps would run
-        code with taps despite stock numerics."""
+        """Let a `remote` front end map captures. Raises `EngineError` if idle steps would run taps despite stock
+        numerics."""
         if remote:
             self.runtime.step.open_captures()
         if lacks_idle_variant(self._config):
@@ -506,18 +506,18 @@ class Attached:
         return status
 
     def do_hold_code(self, run: str, code: dict[int, Code]) -> None:
-        """Hold the functions of a run's `Apply` ops; only with the front end in this process."""
+        """Hold the functions of a run's `Apply` ops. Requires the front end in this process."""
         self.runtime.hold_code(run, code)
 
     def do_unfit(self, adapter: int) -> list[str]:
-        """Return the problems of a loaded adapter, given by number, that does not fit the model."""
+        """Return the parts of a loaded adapter, given by number, that do not fit the model."""
         return lora.unfit(self._runner, adapter)
 
     def do_settle(
         self, requests: list[str], ended: list[str], checks: Sequence[SelfCheck] = ()
     ) -> dict[str, tuple[str, Packed | None]]:
         """Return the receipt and error of each request's program. `ended`: the requests without further steps.
-        `checks`: those whose labels are checked first."""
+        `checks`: the label checks to run first."""
         self.runtime.collect_failures()
         for check in checks:
             self._check(check)
@@ -553,25 +553,26 @@ class Attached:
             runtime.fail(runtime.slots([check.request]).tolist(), error)
 
     def do_verdict(self, run: str) -> tuple[str, Packed | None] | None:
-        """Return the receipt and error of an unfinished run's program; None if it has ended."""
+        """Return the receipt and error of an unfinished run's program; None if the run has ended."""
         self.runtime.collect_failures()
         request = self.runtime.request_of(run)
         return None if request is None else self.runtime.outcome(request)
 
     def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
-        """Return (positions, rows) of captures kept here, by index in `wanted`; for a receiver, via `Sender.hand`."""
+        """Return (positions, rows) of captures this worker keeps, by index in `wanted`; to a receiver by
+        `CaptureSender.hand`."""
         stored = self._stored(wanted)
         if receiver:
             return self._sender.hand(stored, *receiver)
         return dict(zip(stored, tensors_of(list(stored.values())), strict=True))
 
     def do_gather(self, runs: list[str], point: int, op: int | None) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-        """Return the rows of a point in many runs as one tensor, to a caller in this process."""
+        """Return a point's rows in many runs as one tensor, to a caller in this process."""
         return self.runtime.store.gather(runs, point, op)
 
     def do_lens(self, wanted: list[Wanted], top: int, translator: bytes) -> tuple[list[bytes], bytes, bytes] | None:
-        """Return the positions of captures, and the likeliest tokens and log-probabilities of all their rows
-        (`top_tokens`); None if another worker returns them. `translator`: as msgpack."""
+        """Return captures' positions, and the likeliest tokens and log-probabilities of all their rows (`top_tokens`);
+        None if another worker returns them. `translator`: as msgpack."""
         if self._config.lora_config is not None:
             raise UnsupportedSite("lenses are not supported with adapters: start the engine without enable_lora")
         translate = msgspec.msgpack.decode(translator, type=Translator | None)
@@ -591,7 +592,7 @@ class Attached:
         return [positions.tobytes() for positions, _ in captured], found[0].tobytes(), found[1].tobytes()
 
     def do_attach(self, name: str, path: str, precision: str) -> None:
-        """Copy the SAE in a file to the device."""
+        """Copy an SAE from a file to the device."""
         dtype = dtype_of_precision(precision, self._config.model_config.dtype)
         self.runtime.dictionaries.attach(name, of_file(path), dtype)
 
@@ -606,17 +607,17 @@ class Attached:
         return net.compute_logits(norm(rows_ND, self._config.model_config.dtype))
 
     def do_measure(self, wanted: list[Wanted]) -> dict[str, Any]:
-        """Like `do_fetch` for a receiver, without the rows' bytes (`shared.described`)."""
+        """Describe captures as `do_fetch` would send them, without the rows' bytes (`shared.described`)."""
         return shared.described(self._stored(wanted))
 
     def do_fetch_windows(self, windows: list[Window], *receiver: Any) -> dict[str, Any]:
-        """Like `do_fetch` for a receiver, for a window of the rows."""
+        """Fetch a window of rows for a receiver, as `do_fetch` does."""
         stored = self._stored([Wanted(*window[:4]) for window in windows])
         return self._sender.hand({i: rows.window(*windows[i][4:]) for i, rows in stored.items()}, *receiver)
 
     def do_bulk(self, verb: str, name: str, *args: Any) -> Any:
-        """Run cells in batches: facts about them, or a call of `Bulk`. `LATER` if vLLM defers a step's sampling until
-        it has a grammar's mask; the same on all workers, which wait for each other in a batch."""
+        """Run cells in batches: return facts about batches, or a `Bulk` method's result. If vLLM defers a step's
+        sampling until it has a grammar's mask, return `LATER` on all workers, which wait for each other in a batch."""
         if self._bulk is None:
             batches = BatchModel(self._runner, self.kind, self.runtime.sites.layers)
             self._bulk = Bulk(self.runtime, batches, self._in_batch, self._await_logits)
@@ -658,7 +659,7 @@ class Attached:
         return shard_of(read_weight(self._runner.get_model(), self.runtime.sites.local(), "vllm", name, layer))
 
     def _stored(self, wanted: list[Wanted]) -> dict[int, StoredRows]:
-        """Find the captures that are kept here, by index in `wanted`."""
+        """Return the captures kept by this worker, by index in `wanted`."""
         runtime = self.runtime
         here = [i for i, (_, point, *_) in enumerate(wanted) if runtime.keeps_at(point) and runtime.has_tap[point]]
         return dict(zip(here, runtime.store.find([wanted[i] for i in here]), strict=True))

@@ -1,12 +1,12 @@
-"""The site table of an engine's model: its family's, or one derived from its modules.
+"""The site table of an engine's model: its family's table, or one derived from its modules.
 
-Without a family table, one is derived from Transformers' own class if vLLM's Transformers backend runs the model. For
-vLLM's own class, it is found once by a dry run without data, and cached on disk. That run needs process groups, a
-configuration and the sizes of a step, which are global in vLLM, so it uses a separate process:
+Without a family table, a table is derived from Transformers' own class if vLLM's Transformers backend runs the model.
+For vLLM's own class, it is found once by a dry run without data, and cached on disk. The run needs process groups, a
+configuration and step sizes, all global in vLLM, so it uses a separate process:
 
     python -m patchclamp.engines.vllm.compat.architecture < pickled VllmConfig > JSON of `TraceResult`
 
-Weights are not read: large tensors are on the meta device from the start, small ones move there once the model is
+Weights are not read: large tensors are on the meta device from the start, small ones move to it once the model is
 created.
 """
 
@@ -63,15 +63,15 @@ USE_TRANSFORMERS = 'With model_impl="transformers" vLLM runs Transformers\' own 
 
 
 def site_map(vllm_config: VllmConfig) -> SiteMap:
-    """Return the site map of an engine's model, which is the same in the front end and in every worker. A derived table
-    is read from our part of the configuration instead of being derived again."""
+    """Return the site map of an engine's model, which is the same in the front end and every worker. A derived table is
+    read from our part of the configuration, not derived again."""
     table = (configuration.enabled(vllm_config) or {}).get("table")
     return _map_of(vllm_config, msgspec.json.decode(table, type=Family)) if table else find_sites(vllm_config)
 
 
 def find_sites(vllm_config: VllmConfig) -> SiteMap:
     """Find the site map of an engine's model, from a table or from the model's class. Raises `ModelError`, with advice,
-    for a model without one."""
+    if there is none."""
     return _map_of(vllm_config, _family(vllm_config, configuration.model_facts(vllm_config)))
 
 
@@ -88,7 +88,7 @@ def _map_of(vllm_config: VllmConfig, family: Family) -> SiteMap:
 
 
 def _family(vllm_config: VllmConfig, facts: dict[str, Any]) -> Family:
-    """Return the site table. Raises `ModelError`, with advice, for a model without one."""
+    """Return the model's site table. Raises `ModelError`, with advice, if there is none."""
     architectures, config = facts["architectures"], facts["config"]
     # the decoder may be one part of the model, beside a tower for images or sound
     is_nested = vllm_config.model_config.hf_config is not config
@@ -128,7 +128,7 @@ def _family(vllm_config: VllmConfig, facts: dict[str, Any]) -> Family:
 
 
 def _advice(vllm_config: VllmConfig, facts: dict[str, Any]) -> str:
-    """Return advice for a vLLM class without a table. It only suggests what was verified for this config."""
+    """Return advice for a vLLM class without a table. It suggests only options that were verified for this config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as classes
 
     kind: Any = classes.get(type(facts["config"]), None)
@@ -160,7 +160,7 @@ def outside(vllm_config: VllmConfig) -> Iterator[None]:
 def share(model: torch.nn.Module, vllm_config: VllmConfig) -> None:
     """Make the classes of an engine's model usable in this process as if undecorated.
 
-    The backend decorates Transformers' class for `torch.compile` for the rest of the process. Without this, existing
+    The backend decorates Transformers' class for `torch.compile` until the process ends. Without `share`, existing
     models of that class stop working, and none can be created outside an engine.
     """
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
@@ -199,8 +199,8 @@ def _uncompiled(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def found_family(vllm_config: VllmConfig) -> Family:
-    """Find the table of a model's vLLM class, by a run in a separate process. It includes the places in Transformers'
-    class, if these can be derived. Raises `ModelError` if no stream is found in vLLM's class."""
+    """Find the table of a model's vLLM class in a separate process, with the places in Transformers' class if these can
+    be derived. Raises `ModelError` if no stream is found in vLLM's class."""
     facts = configuration.model_facts(vllm_config)
     config = facts["config"]
     own = _kept(vllm_config)
@@ -214,7 +214,7 @@ def found_family(vllm_config: VllmConfig) -> Family:
 
 
 def _kept(vllm_config: VllmConfig) -> Places:
-    """Return the places in vLLM's class, from the disk cache if the config and versions match."""
+    """Return the places in vLLM's class. Uses the disk cache if the config and versions match."""
     path = cache_folder() / "tables" / f"{_key(vllm_config)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Places)
@@ -226,7 +226,7 @@ def _kept(vllm_config: VllmConfig) -> Places:
 
 
 def _key(vllm_config: VllmConfig) -> str:
-    """Return a table's cache key: a hash of the model's config, and of the code that builds and reads the model."""
+    """Return a table's cache key: a hash of the model's config and of the code that builds and reads the model."""
     import transformers
 
     config = configuration.model_facts(vllm_config)["config"]
@@ -237,7 +237,7 @@ def _key(vllm_config: VllmConfig) -> str:
 
 @functools.cache
 def _code() -> str:
-    """Return a hash of our code that finds tables."""
+    """Return a hash of our table-finding code."""
     root = Path(__file__).parents[3]
     files = [*sorted((root / "sites").glob("*.py")), Path(__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
@@ -283,7 +283,7 @@ def main() -> None:
 
 
 def _traced(vllm_config: VllmConfig) -> Places:
-    """Find the places in a run of vLLM's class. Raises `ModelError` if it cannot be run, or has no stream."""
+    """Find the places by running vLLM's class. Raises `ModelError` if it cannot be run or has no stream."""
     model_config = vllm_config.model_config
     sizes = sizes_of(model_config.hf_text_config, model_config.get_vocab_size())
     model: Any = None
@@ -300,7 +300,7 @@ def _traced(vllm_config: VllmConfig) -> Places:
 
 
 def _plain(vllm_config: VllmConfig) -> VllmConfig:
-    """Return the configuration of the same model on one worker, unquantized, with every op in plain PyTorch."""
+    """Return a configuration of the same model on one worker, unquantized, with every op in plain PyTorch."""
     plain = _uncompiled(vllm_config)
     plain.quant_config = None
     plain.compilation_config.custom_ops = ["none"]
@@ -313,7 +313,7 @@ def _plain(vllm_config: VllmConfig) -> VllmConfig:
 
 @contextmanager
 def _alone(plain: VllmConfig) -> Iterator[VllmConfig]:
-    """Set up a process group of one, and make the configuration vLLM's current one."""
+    """Set up a process group of one, and make `plain` vLLM's current configuration."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -326,7 +326,7 @@ def _alone(plain: VllmConfig) -> Iterator[VllmConfig]:
 
 
 class _Large(TorchFunctionMode):
-    """Creates large tensors on the meta device. Small ones may be read while a model is created."""
+    """Creates large tensors on the meta device. Small tensors may be read while a model is created."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""vLLM's front ends, an `LLMEngine` or a server's `AsyncLLM`: submits requests, reads outputs, and calls cores."""
+"""vLLM's front ends, `LLMEngine` and a server's `AsyncLLM`: submits requests, reads outputs, and calls cores."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ Table = tuple[np.ndarray, np.ndarray]  # token ids and log-probabilities [n, 1 +
 
 
 def on_config(complete: Callable[[VllmConfig], None]) -> None:
-    """Call `complete(vllm_config)` on every configuration with patchclamp that is created from engine arguments."""
+    """Call `complete(vllm_config)` on every configuration with patchclamp created from engine arguments."""
 
     def create_engine_config(stock: Any, engine_args: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         drafts = copy.copy(engine_args.speculative_config)
@@ -100,14 +100,13 @@ def on_config(complete: Callable[[VllmConfig], None]) -> None:
 
 
 def extra_args(carried: bytes | None, weights: int) -> dict[str, Any]:
-    """Return the `extra_args` that carry an encoded program. `weights`: the count of weight updates at which its sites
-    were proved."""
+    """Return the `extra_args` that carry an encoded program. `weights`: `proved_weights` at the encoding."""
     return {} if carried is None else {KEY: carried, **({WEIGHTS: weights} if weights else {})}
 
 
 def sampling_params(request: Request, carried: bytes | None, has_text: bool, weights: int = 0) -> SamplingParams:
-    """Return vLLM's parameters of a request, with its encoded program. vLLM detokenizes during generation only if
-    needed: for stop texts, and for a listener."""
+    """Return vLLM's parameters for a request, with its encoded program. vLLM detokenizes during generation only for
+    stop texts and listeners."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -128,10 +127,10 @@ def sampling_params(request: Request, carried: bytes | None, has_text: bool, wei
 
 
 class Submitter:
-    """Adds the requests of one `LLMEngine`.
+    """Adds requests to one `LLMEngine`.
 
-    vLLM checks and completes the parameters of each request, a large part of its cost. Consecutive requests with the
-    same settings share the result.
+    vLLM checks and completes each request's parameters, a large part of its cost. Consecutive requests with the same
+    settings share the result.
     """
 
     def __init__(self, engine: LLMEngine, has_text: bool) -> None:
@@ -140,8 +139,7 @@ class Submitter:
         self._processed: EngineCoreRequest | None = None
 
     def add(self, request: Request, carried: bytes | None, adapter: LoRARequest | None, weights: int = 0) -> None:
-        """Add a request, with its encoded program and the weight count that it was encoded for. Raises vLLM's
-        errors."""
+        """Add a request, with its encoded program and the count of weight updates at encoding. Raises vLLM's errors."""
         engine, run = self._engine, request.run
         settings = (
             request.sampling, request.max_tokens, request.score, request.logprobs, request.prompt_logprobs,
@@ -178,9 +176,9 @@ def _copy(asked: EngineCoreRequest) -> EngineCoreRequest:
 def on_generate(
     edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool], entered: Callable[[str, int], str]
 ) -> None:
-    """Route requests with a key in `extra_args` that `is_ours`, on an `AsyncLLM` with patchclamp, to
-    `edited(client, stock, prompt, params, request_id, **others)`. Others go to vLLM's own `generate`, under
-    the name that `entered(request_id, n)` returns."""
+    """Pass requests to an `AsyncLLM` with patchclamp to `edited(client, stock, prompt, params, request_id, **others)`
+    if an `extra_args` key `is_ours`. Pass others to vLLM's own `generate`, under the name that `entered(request_id, n)`
+    returns."""
 
     def generate(
         stock: Any, client: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
@@ -208,7 +206,7 @@ def http_error(message: str, status: int) -> Exception:
     return GracefulHTTPError(message, HTTPStatus(status))
 
 
-# -- a `vllm.LLM` of the caller's
+# -- a caller's `vllm.LLM`
 
 
 def on_add_request(added: Callable[..., str]) -> None:
@@ -229,15 +227,15 @@ OWN = "patchclamp_own"
 
 
 def mark_own(engine: LLMEngine) -> None:
-    """Mark an `LLMEngine` that only patchclamp adds requests to."""
+    """Mark an `LLMEngine` to which only patchclamp adds requests."""
     vars(engine)[OWN] = True
 
 
 class SharedSteps:
-    """The steps of an `LLMEngine`: those of its caller, and ours.
+    """An `LLMEngine`'s steps, shared between its caller and us.
 
-    read: called with the outputs of each step; returns those that are the caller's
-    may_differ: True if a call of the workers may have changed the model's weights since this was set to False
+    read: a function that takes each step's outputs and returns the caller's
+    may_differ: True if a worker call may have changed the model's weights since this was set to False
     """
 
     def __init__(self, engine: LLMEngine, read: Callable[[list[Any]], list[Any]]) -> None:
@@ -253,7 +251,7 @@ class SharedSteps:
         self._theirs += self._read(self._step())
 
     def step(self) -> list[Any]:
-        """The caller's next step, in place of `LLMEngine.step`."""
+        """Take the caller's next step, in place of `LLMEngine.step`."""
         theirs, self._theirs = self._theirs, []
         return theirs or self._read(self._step())
 
@@ -266,7 +264,7 @@ class SharedSteps:
 
 
 def on_new_weights(client: AsyncLLM, updated: Callable[[], Awaitable[None]]) -> None:
-    """Await `updated()` after each call of a server's workers that may have changed the model's weights."""
+    """Await `updated()` after each worker call of a server that may have changed the model's weights."""
     stock = client.collective_rpc
 
     @forwards(stock)
@@ -310,7 +308,7 @@ def on_outputs() -> None:
 
 
 def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[EngineCoreOutput]) -> None:
-    """Store the scores of outputs under the requests that they belong to."""
+    """Store the scores in outputs under their requests."""
     if not outputs:
         return
     params = outputs[0].kv_transfer_params
@@ -328,8 +326,8 @@ def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[
 
 
 def request_tokens(processor: OutputProcessor, name: str, first: int, count: int) -> tuple[str, int, list[int | None]]:
-    """Return the name under which a request was submitted, the index of its choice, and the ids of its tokens from
-    position `first` on; None for unknown ids. `name`: the core's."""
+    """Return a request's submitted name, its choice index, and `count` token ids from position `first` on (None:
+    unknown). `name`: the core's name for the request."""
     if (state := processor.request_states.get(name)) is None:
         return name, 0, [None] * count
     prompt, detokenizer = state.prompt_token_ids or [], state.detokenizer
@@ -343,17 +341,17 @@ def request_tokens(processor: OutputProcessor, name: str, first: int, count: int
 
 
 def log_monitors(processor: OutputProcessor, log: MonitorLog) -> None:
-    """Store the scores of all outputs in a log."""
+    """Store the scores in all outputs in a log."""
     vars(processor)["patchclamp_monitors"] = log
 
 
 def tables_of(processor: OutputProcessor) -> dict[str, list[Table]]:
-    """Return the log-probabilities of requests that were registered here before their first output, by run."""
+    """Return log-probabilities by run, for requests registered in this table before their first output."""
     return vars(processor).setdefault("patchclamp_tables", {})
 
 
 def verdict_in(output: RequestOutput) -> Verdict | None:
-    """Remove and return the verdict on a request's program from an output; None without one."""
+    """Remove and return the verdict on a request's program from an output; None if absent."""
     params = output.kv_transfer_params
     if not isinstance(params, dict) or KEY not in params:
         return None
@@ -363,7 +361,7 @@ def verdict_in(output: RequestOutput) -> Verdict | None:
 
 
 def draft_counts(completion: CompletionOutput) -> tuple[int, int] | None:
-    """Return a completion's drafted and accepted token counts; None if vLLM does not count them."""
+    """Return a completion's counts of drafted and accepted tokens; None if vLLM does not count them."""
     counts = completion.spec_decode_metrics
     if counts is None:
         return None
@@ -413,14 +411,14 @@ def ask_core(engine: LLMEngine, method: str, *args: Any) -> Any:
 
 
 def core_here(engine: LLMEngine) -> Any:
-    """Return an engine's core, if it is in this process."""
+    """Return an engine's core if it is in this process, else None."""
     from vllm.v1.engine.core_client import InprocClient
 
     return engine.engine_core.engine_core if isinstance(engine.engine_core, InprocClient) else None
 
 
 def is_unfinished(engine: LLMEngine, name: str) -> bool:
-    """True if a request of this id, as the caller gave it, has not finished."""
+    """True if a request with this caller's id has not finished."""
     return name in engine.output_processor.external_req_ids
 
 
@@ -431,7 +429,7 @@ def is_busy(engine: LLMEngine) -> bool:
 
 
 def notice_death(engine: LLMEngine) -> None:
-    """Fail pending calls when a core's process is killed: vLLM then only ends its output thread, without an error."""
+    """Fail pending calls when a core's process is killed. Otherwise, vLLM ends its output thread without an error."""
     from vllm.v1.engine.core_client import SyncMPClient
 
     client = engine.engine_core
@@ -451,7 +449,7 @@ def notice_death(engine: LLMEngine) -> None:
 
 
 def shut_down(engine: LLMEngine, alone: bool) -> None:
-    """Shut down an engine. With other engines in this process, keep the state that they share."""
+    """Shut down an engine. If this process has other engines, keep the state that they share."""
     if alone:
         engine.engine_core.shutdown()
         return
@@ -461,7 +459,7 @@ def shut_down(engine: LLMEngine, alone: bool) -> None:
 
 @contextmanager
 def _disabled() -> Iterator[None]:
-    """Replace vLLM's cleanup of shared state by no-ops inside the context."""
+    """Replace vLLM's cleanup of shared state with no-ops inside the context."""
     places = [each.found() for each in DISABLED]
     before = [getattr(*place) for place in places]
     for owner, name in places:
@@ -487,7 +485,7 @@ def process_count(client: AsyncLLM) -> int:
 
 
 def process_index(client: AsyncLLM) -> int:
-    """Return the number of this API process."""
+    """Return the index of this API process."""
     return _cores_of(client).client_index
 
 
@@ -496,12 +494,12 @@ def _cores_of(client: AsyncLLM) -> AsyncMPClient:
 
 
 def tell_cores(client: AsyncLLM, method: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
-    """Like `tell_core`, for every core, or core `only`; on the loop's thread. The futures receive the results."""
+    """Call `tell_core` for every core, or core `only`, on the loop's thread. The futures receive the results."""
     return _tell(client, "patchclamp_call", (method, args), only)
 
 
 def tell_workers(client: AsyncLLM, verb: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
-    """Call the workers of every engine core, or of core `only`; the futures receive a list of results per core."""
+    """Call the workers of every engine core, or of core `only`. The futures receive a list of results per core."""
     return _tell(client, "collective_rpc", ("patchclamp_rpc", None, (verb, *args), {}), only)
 
 
@@ -526,7 +524,7 @@ def _tell(client: AsyncLLM, method: str, args: tuple[Any, ...], only: int | None
 
 
 def fail_all(client: AsyncLLM) -> None:
-    """Make every pending request and call raise that the engine has ended."""
+    """Make every pending request and call raise an error that the engine has ended."""
     error: Any = client.dead_error
     client.output_processor.propagate_error(error)
     for answer in list(_cores_of(client).utility_results.values()):

@@ -1,4 +1,4 @@
-"""vLLM's configuration: our part of it, facts of the model, and unsupported configurations."""
+"""vLLM's configuration: our part of it, facts about the model, and unsupported settings."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def is_uniform(vllm_config: VllmConfig) -> bool:
 
 
 def engine_id(vllm_config: VllmConfig) -> int:
-    """Return a number that is equal for all copies of one engine's configuration. vLLM creates and compiles the decoder
-    of a model that also reads images with a copy; copies share the compiler's configuration."""
+    """Return a number that all copies of an engine's configuration share. vLLM creates and compiles the decoder of a
+    model that also reads images with a copy; copies share the compiler's configuration."""
     return id(vllm_config.compilation_config)
 
 
 @contextmanager
 def surroundings(separate: bool) -> Iterator[None]:
-    """Set the environment variables for creating an engine; restore them afterwards.
+    """Set environment variables for creating an engine; restore them afterwards.
 
-    `separate`: run the engine core, and a single worker, in a separate process.
+    `separate`: True to run the engine core, and a single worker, in a separate process.
 
-    vLLM must save ahead-of-time compiled code as the traced graph, from which both variants are compiled again; one
-    artifact would hold one variant. On a CPU it saves nothing, because it could not load it; that variable stays set,
-    because compiled models read it in every step.
+    vLLM must save ahead-of-time compiled code as the traced graph, from which both variants are recompiled; an artifact
+    would hold one variant. On a CPU it saves nothing because it could not load it; that variable stays set because
+    compiled models read it in every step.
     """
     from vllm.platforms import current_platform
 
@@ -59,7 +59,7 @@ def surroundings(separate: bool) -> Iterator[None]:
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables, visible to vLLM; restore them afterwards."""
+    """Set environment variables that vLLM reads; restore them afterwards."""
     from vllm import envs
 
     before = {name: os.environ.get(name) for name in variables}
@@ -79,8 +79,8 @@ ONE_VARIANT = f"{MEGA}=1 is not supported: it saves only one of the two variants
 
 
 def save_graphs(vllm_config: VllmConfig) -> None:
-    """Make vLLM save ahead-of-time compiled code as the traced graph, as `surroundings` does, in a process that starts
-    an engine by itself. Raises `EngineError` if the user has set the opposite."""
+    """Make vLLM save ahead-of-time compiled code as the traced graph, like `surroundings`, in a process that starts an
+    engine by itself. Raises `EngineError` if the user has set the opposite."""
     from vllm import envs
 
     if getattr(vllm_config.compilation_config.mode, "name", "") == "VLLM_COMPILE" and getattr(envs, MEGA, False):
@@ -90,9 +90,9 @@ def save_graphs(vllm_config: VllmConfig) -> None:
 
 
 def spare_memory(arguments: dict[str, Any]) -> None:
-    """Limit a CPU's cache to a quarter of the free memory and 4 GiB; vLLM would take most of it.
+    """Limit a CPU's cache to a quarter of the free memory and 4 GiB; vLLM would take most of the memory.
 
-    It does not change a size set by the caller, or anything on a GPU.
+    A size set by the caller is not changed, nor is anything on a GPU.
     """
     from vllm.platforms import current_platform
 
@@ -102,7 +102,7 @@ def spare_memory(arguments: dict[str, Any]) -> None:
 
 
 def choose_dtype(arguments: dict[str, Any]) -> None:
-    """Run a small model in fp32 on a CPU, unless the user chose a dtype or a quantisation."""
+    """Run a small model in fp32 on a CPU, unless the user chose a dtype or quantization."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and not {"dtype", "quantization"} & set(arguments):
@@ -112,9 +112,9 @@ def choose_dtype(arguments: dict[str, Any]) -> None:
 
 
 def usage() -> UsageContext:
-    """Return the `UsageContext` that sets vLLM's default batch limit: that of `vllm.LLM` on a GPU, unknown on a CPU.
+    """Return the `UsageContext` that sets vLLM's default batch limit: `vllm.LLM`'s on a GPU, unknown on a CPU.
 
-    Startup runs a step of the largest size, which is slow on a CPU.
+    Startup runs a step of the maximum size, which is slow on a CPU.
     """
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -123,8 +123,8 @@ def usage() -> UsageContext:
 
 
 def share_groups(vllm_config: VllmConfig) -> None:
-    """Create the expert group if an earlier model in this process had no experts: vLLM creates it only for the first.
-    This is for a worker in this process only."""
+    """Create the expert group if an earlier model in this process had no experts: vLLM creates it only for the first
+    model. Use only with a worker in this process."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -159,18 +159,18 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def images_see_ahead(vllm_config: VllmConfig) -> bool:
-    """True if an image's tokens attend to later tokens of the image, as in Gemma 3. On a CPU they do not, regardless of
-    the configuration."""
+    """True if an image's tokens attend to later tokens of the image, as in Gemma 3. On a CPU they do not, even if this
+    is True."""
     return vllm_config.model_config.is_mm_prefix_lm
 
 
 def settings(vllm_config: VllmConfig) -> str:
-    """Return vLLM's own hash of its configuration, and the checkpoint's revision: they identify the code that runs."""
+    """Return vLLM's own hash of its configuration, and the checkpoint's revision. They identify the running code."""
     return f"{vllm_config.compute_hash()} {getattr(vllm_config.model_config.hf_config, '_commit_hash', None)}"
 
 
 def unrecorded(vllm_config: VllmConfig, sizes: Sequence[int]) -> str | None:
-    """Describe the step sizes without CUDA graphs; None if vLLM records graphs for all of them, or none at all."""
+    """Describe the step sizes without CUDA graphs; None if vLLM records graphs for all sizes, or for none."""
     recorded = sorted(vllm_config.compilation_config.cudagraph_capture_sizes or ())
     missing = [size for size in sizes if size not in recorded]
     if not missing or not recorded:
@@ -179,7 +179,7 @@ def unrecorded(vllm_config: VllmConfig, sizes: Sequence[int]) -> str | None:
 
 
 def chosen(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return an engine's settings for the report, under vLLM's own names."""
+    """Return an engine's settings for the report, by vLLM's own names."""
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     compilation_config, scheduler_config = vllm_config.compilation_config, vllm_config.scheduler_config
     parallel_config = vllm_config.parallel_config
@@ -319,7 +319,7 @@ UNTRIED_DRAFTS: dict[str, Any] = {
 
 
 def needs_steps_apart(vllm_config: VllmConfig) -> bool:
-    """True if steps are scheduled ahead of draft verification by a runner that does not expose their true positions."""
+    """True if steps are scheduled before draft verification by a runner that does not expose their true positions."""
     scheduler_config = vllm_config.scheduler_config
     return (
         vllm_config.speculative_config is not None
@@ -329,7 +329,7 @@ def needs_steps_apart(vllm_config: VllmConfig) -> bool:
 
 
 def counted_drafts(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return engine arguments with which vLLM counts each request's drafted tokens, if it drafts any."""
+    """Return engine arguments that make vLLM count each request's drafted tokens, if it drafts any."""
     # a checkpoint with its own drafter enables speculative decoding by itself
     drafts = any(arguments.get(name) for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens"))
     return {"per_request_spec_decode_metrics": "summary", **arguments} if drafts else arguments
@@ -341,7 +341,7 @@ def _on_v2(vllm_config: VllmConfig) -> bool:
 
 def _refused_speculation(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     """Return the (name, condition, reason) of unsupported kinds of speculative decoding. Programs depend on a step's
-    draft rows and its first position, which is known once the last step's drafts are verified."""
+    draft rows, and on its first position, known only once the last step's drafts are verified."""
     speculative_config, no = vllm_config.speculative_config, "not supported yet: "
     if speculative_config is None:
         return []
@@ -393,7 +393,7 @@ def _breakable() -> bool:
 
 
 def unread_attention(vllm_config: VllmConfig, config: Any) -> str:
-    """Return the reason why an engine does not read attention patterns; "" if it does."""
+    """Return the reason why an engine cannot read attention patterns; "" if it can."""
     if (dtype := vllm_config.cache_config.cache_dtype) not in ("auto", "float32", "float16", "bfloat16"):
         return f"keys are cached in {dtype}; use kv_cache_dtype='auto'"
     if getattr(config, "attention_chunk_size", None):

@@ -1,8 +1,7 @@
-"""KV connectors, which store a prompt's keys and values outside the engine and load them for other requests and
-engines.
+"""KV connectors, which store prompts' keys and values outside the engine and load them for other requests and engines.
 
-Stored keys and values do not record edits, and loaded positions are not computed, so not captured. Requests with
-programs therefore bypass the connector: it is not queried for them, and is not notified of their blocks.
+Stored keys and values do not record edits, and loaded positions are not computed, so they are not captured. Requests
+with programs therefore bypass the connector: it is not queried for them, nor notified of their blocks.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def bypass(scheduler: Scheduler, has_program: Callable[[SamplingParams | None], 
 
 
 def check_alone(vllm_config: VllmConfig, others: bool) -> None:
-    """Raise `EngineError` if this process has an engine with a connector and another engine: vLLM's connector is
+    """Raise `EngineError` if an engine with a connector shares this process with another engine: vLLM's connector is
     global. `others`: True if there are other engines."""
     from vllm.distributed.kv_transfer import has_kv_transfer_group
 
@@ -90,7 +89,7 @@ def check_transfer(scheduler: Scheduler, request: Request) -> None:
 
 
 def _without(step: SchedulerOutput, names: set[str]) -> SchedulerOutput:
-    """A copy of a step without some of its requests."""
+    """Copy a step without the named requests."""
     counts = {name: count for name, count in step.num_scheduled_tokens.items() if name not in names}
     return dataclasses.replace(
         step, scheduled_new_reqs=[new for new in step.scheduled_new_reqs if new.req_id not in names],

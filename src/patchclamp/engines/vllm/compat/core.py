@@ -1,8 +1,8 @@
-"""The engine core: it admits requests with programs, obtains verdicts on them, and keeps edited blocks of the prefix
-cache apart.
+"""The engine core: admits requests with programs, obtains verdicts on them, and isolates edited blocks in the prefix
+cache.
 
-Everything here wraps one core's own objects, and does not affect requests without programs. A cached block is reused
-only if all edits up to its end are the same, and never at captured positions.
+All wrappers are on one core's own objects, and do not affect requests without programs. A cached block is reused only
+if all edits up to its end are the same, and never at captured positions.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def on_core(make: Callable[[VllmConfig], Admission]) -> None:
 
 
 def is_pending(core: EngineCore) -> bool:
-    """True if a core in this process must be stepped although no request is active."""
+    """True if a core in this process must be stepped with no active request."""
     admitting: _Admitting | None = getattr(core, "patchclamp", None)
     return admitting is not None and admitting.pending()
 
@@ -150,7 +150,7 @@ def on_prefix_cache() -> None:
 
 
 def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
-    """Add a program's edits up to the end of a block, and the model's weights, to the block's key."""
+    """Add a program's edits up to a block's end, and the model's weights, to the block's key."""
     keys, following = stock(request, start_token_idx, end_token_idx, start_mm_idx)
     program = _program_of(request)
     edits = None if program is None else block_key(program.bound, start_token_idx, end_token_idx, program.seen_whole)
@@ -160,8 +160,8 @@ def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_id
 
 
 def _weights_of(request: Request) -> int:
-    """The count of weight updates when a request was created or last recomputed from the start, so that it reuses no
-    block of other weights. 0 in engines without patchclamp."""
+    """Return the count of weight updates when a request was created or last recomputed from the start, so that it
+    reuses no block of other weights. 0 in engines without patchclamp."""
     known = vars(request).get(WEIGHTS)
     if known is None and _making.admission is not None:
         known = vars(request)[WEIGHTS] = _making.admission.updates()
@@ -171,7 +171,7 @@ def _weights_of(request: Request) -> int:
 def _program_of(request: Request) -> RequestProgram | None:
     """Return a request's program, decoded once, when the request is created and its blocks get their keys.
 
-    None without a program, in engines without patchclamp, and if decoding fails: then admission fails the request.
+    None without a program, in engines without patchclamp, and if decoding fails; then admission fails the request.
     """
     data = carried(request.sampling_params)
     program: RequestProgram | None = getattr(request, "patchclamp", None)
@@ -192,7 +192,7 @@ class _PendingProof(NamedTuple):
     """A request whose edited tokens may enter the prefix cache after a verdict.
 
     tokens: the number of tokens computed when the workers were asked
-    held: True if the request has ended, and its blocks are freed after the verdict
+    held: True if the request has ended; its blocks are freed after the verdict
     """
 
     request: Any
@@ -201,7 +201,7 @@ class _PendingProof(NamedTuple):
 
 
 class _Withheld(msgspec.Struct):
-    """Outputs (client, output, program) and proofs that wait for the workers' verdicts on programs."""
+    """Outputs (client, output, program) and proofs that wait for workers' verdicts on programs."""
 
     verdicts: Any
     entries: list[tuple[int, Any, RequestProgram]]
@@ -226,7 +226,7 @@ class _Blocks:
 
 
 class _Admitting:
-    """Admission around one engine core."""
+    """Admission for one engine core."""
 
     def __init__(self, core: EngineCore, admission: Admission) -> None:
         self._core, self.admission = core, admission
@@ -270,16 +270,16 @@ class _Admitting:
     # -- new weights
 
     def updates(self) -> int:
-        """Count the calls that may have changed the model's weights: of the workers, or of the model's own
-        `load_weights`, if it is in this process."""
+        """Count calls that may have changed the model's weights: worker calls, and `load_weights` of a model in this
+        process."""
         worker = getattr(getattr(self._core.model_executor, "driver_worker", None), "worker", None)
         attached = getattr(worker, "patchclamp", None)
         return vars(self._core).get(WEIGHTS, 0) + (0 if attached is None else attached.loads)
 
     def _follow(self) -> int:
         """Return the count of updates. After an update, fail all programs that arrived before: their rows would mix two
-        models. Requests without programs continue, as in stock vLLM; those not computed yet reuse no blocks of the old
-        weights."""
+        models. Requests without programs continue, as in stock vLLM; requests not computed yet reuse no blocks of the
+        old weights."""
         updates = self.updates()
         if updates == self._follows:
             return updates
@@ -294,7 +294,7 @@ class _Admitting:
     # -- a request arrives
 
     def add(self, request: Request) -> None:
-        """Add a request to the scheduler if its program fits. It never raises: that would end the core."""
+        """Add a request to the scheduler if its program fits. Never raises: an error would end the core."""
         given, updates = _given(request.sampling_params), self._follow()
         if _weights_of(request) != updates:  # they were updated since it was created
             _key_again(request, updates)
@@ -336,7 +336,7 @@ class _Admitting:
         self._scheduler.requests[request.request_id] = request  # so that it can be aborted or end with its error
 
     def search(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        """Find a request's cached blocks, which end before its first capture."""
+        """Find a request's cached blocks, ending before its first capture."""
         program = _program_of(request)
         self._most_cached = None if program is None else program.uncaptured
         try:
@@ -350,9 +350,9 @@ class _Admitting:
         return self._find_hit(block_hashes, max_cache_hit_length, *args, **kwargs)
 
     def cache_proved(self, request: Request, num_computed_tokens: int) -> None:
-        """Add a request's full blocks to the prefix cache, but edited ones only up to the proved position.
+        """Add a request's full blocks to the prefix cache, but edited blocks only up to the proved position.
 
-        So no other run can read an edited block of a run that has failed, or that may still fail.
+        This prevents other runs from reading edited blocks of a run that has failed or may still fail.
         """
         program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None:
@@ -360,7 +360,8 @@ class _Admitting:
         self._cache_blocks(request, num_computed_tokens)
 
     def free_blocks(self, request: Request) -> None:
-        """Free the blocks of an ended or preempted request; if an ended one has tokens to prove, after its verdict."""
+        """Free the blocks of an ended or preempted request. If an ended request has tokens to prove, free them after
+        its verdict."""
         program: RequestProgram | None = getattr(request, "patchclamp", None)
         if program is not None and not request.is_finished():
             program.forget_proof()
@@ -370,7 +371,7 @@ class _Admitting:
             self._held[request.request_id] = request
 
     def _can_prove(self, request: Request, program: RequestProgram) -> bool:
-        """True if the request has computed tokens that may enter the prefix cache after a verdict."""
+        """True if the request's computed tokens may enter the prefix cache after a verdict."""
         tokens = request.num_tokens - 1  # the last token was sampled, not computed
         return self._may_cache and program.proved < tokens <= request.num_computed_tokens
 
@@ -417,7 +418,7 @@ class _Admitting:
         return self._free(request, *args, **kwargs)
 
     def unfinished(self) -> int:
-        """Count unfinished requests, including those waiting for admission unless the scheduler is paused."""
+        """Count unfinished requests, and unless the scheduler is paused also requests waiting for admission."""
         waiting = self.admission.unscheduled if self._scheduler._pause_state.name == "UNPAUSED" else 0
         return self._unfinished() + waiting
 
@@ -426,13 +427,13 @@ class _Admitting:
         return self._finished() or self.pending()
 
     def pending(self) -> bool:
-        """True if workers have orders or verdicts pending."""
+        """True if worker orders or verdicts are pending."""
         return self.admission.has_orders or bool(self._withheld or self._early)
 
     def end_step(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Return the outputs of a step, with the verdicts on their programs."""
+        """Return a step's outputs, with verdicts on their programs."""
         if self._scores is not None:
             _take_scores(self._scores, scheduler_output, model_runner_output)
         self._is_updating = True
@@ -482,7 +483,7 @@ class _Admitting:
         self.admission.errors.clear()
 
     def _outputs(self, outputs: dict[int, EngineCoreOutputs], client: int) -> list[EngineCoreOutput]:
-        """Return the list of a client's outputs, to which more can be added."""
+        """Return a client's list of outputs, to which outputs can be appended."""
         from vllm.v1.engine import EngineCoreOutputs
 
         if client not in outputs:
@@ -567,11 +568,11 @@ def _key_again(request: Request, updates: int) -> None:
 
 
 def _slot_scores(core: EngineCore) -> tuple[SlotScores | None, int]:
-    """Return a place for the scores of an engine's monitors, None without any, and the group of layers whose blocks it
+    """Return storage for scores of an engine's monitors (None without monitors), and the layer group whose blocks it
     follows, which keeps all tokens of a request.
 
-    Raises `EngineError` if a cached prefix could be reused whose scores are not in the cache: layers with a sliding
-    window or a state keep only the end of a prefix.
+    Raises `EngineError` if a reused prefix could lack cached scores: layers with a sliding window or a state keep only
+    the end of a prefix.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -592,7 +593,7 @@ def _slot_scores(core: EngineCore) -> tuple[SlotScores | None, int]:
 
 
 def _blocks_of(step: SchedulerOutput, group: int) -> tuple[Any, ...]:
-    """Return the arguments of `SlotScores.scheduled` for a step, with the blocks of one group."""
+    """Return the arguments of `SlotScores.scheduled` for a step, with one group's blocks."""
     running, new = step.scheduled_cached_reqs, step.scheduled_new_reqs
     blocks = [(request.req_id, request.block_ids[group], True) for request in new]
     if running.new_block_ids.count(None) < len(running.new_block_ids):
@@ -604,7 +605,7 @@ def _blocks_of(step: SchedulerOutput, group: int) -> tuple[Any, ...]:
 
 
 def _take_scores(scores: SlotScores, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Keep the scores from a step's output. Of draft tokens, only accepted ones count."""
+    """Store the scores in a step's output. Only accepted draft tokens count."""
     products = vars(output).pop("patchclamp", None)
     accepted: dict[str, int] = {}
     for name, drafts in step.scheduled_spec_decode_tokens.items():
@@ -616,8 +617,8 @@ def _take_scores(scores: SlotScores, step: SchedulerOutput, output: ModelRunnerO
 def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: RequestProgram) -> None:
     """Raise `ProgramError` for a request that does not support speculative decoding.
 
-    vLLM 0.32's CPU build loses the temperatures of draft rows (`expand_kernel` writes to a copy), so tokens sampled
-    there, also by stock vLLM, do not follow the model's distribution.
+    vLLM 0.32's CPU build loses draft rows' temperatures (`expand_kernel` writes to a copy), so tokens sampled in these
+    rows, also by stock vLLM, do not follow the model's distribution.
     """
     speculative_config = vllm_config.speculative_config
     if speculative_config is None:
@@ -640,8 +641,8 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
 
 
 def _check_latches(bound: BoundProgram) -> None:
-    """Raise `UnsupportedSite` for a latch that several generated tokens of a step need in order: the rows of a point
-    are unordered, and a delimiter latch cannot be rolled back to the last accepted token."""
+    """Raise `UnsupportedSite` for a latch that requires several generated tokens of a step in order: a point's rows are
+    unordered, and a delimiter latch cannot be rolled back to the last accepted token."""
     points: dict[int, int] = {}  # where generated tokens set a latch
     for op in bound.ops:
         if isinstance(op.action, Latch) and op.action.last:

@@ -1,4 +1,4 @@
-"""Prompts with images: rendering with vLLM's processors, and the positions of each image."""
+"""Prompts with images: rendering with vLLM's processors, and each image's positions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PARTS = (*TEXT, DATA, "mm_processor_kwargs")
 def expand(
     engine: LLMEngine, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any]
 ) -> Expanded:
-    """Implement `Engine.expand` for an `LLMEngine`. Call it on the thread that steps the engine, because vLLM's
-    processors temporarily change PyTorch's number of threads."""
+    """Implement `Engine.expand` for an `LLMEngine`. Call it on the thread that steps the engine: vLLM's processors
+    temporarily change PyTorch's number of threads."""
     if prompt is not None:
         _check(prompt)
     check_model(engine.vllm_config)
@@ -96,8 +96,8 @@ def check_model(vllm_config: VllmConfig) -> None:
 
 
 def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> None:
-    """Raise `ProgramError` for a request in an engine core with modalities other than images, on an untested model, or
-    with a program bound to a prompt of a different length, before its images were expanded."""
+    """Raise `ProgramError` in an engine core for a request with modalities other than images, on an untested model, or
+    with a program bound to a prompt of another length, before its images were expanded."""
     check_model(vllm_config)
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
@@ -116,7 +116,7 @@ def spans_of(request: Request) -> tuple[Span, ...]:
 
 
 def forget(client: AsyncLLM, inputs: Mapping[str, Any]) -> None:
-    """Make an `AsyncLLM` send a prompt's images again next time, because this prompt was rejected and not sent."""
+    """Make an `AsyncLLM` send a prompt's images again next time, because this prompt was rejected, not sent."""
     names = [name for hashes in (inputs.get("mm_hashes") or {}).values() for name in hashes]
     sent = client.renderer.mm_processor_cache if names else None
     if sent is not None:

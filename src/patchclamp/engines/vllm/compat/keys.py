@@ -1,6 +1,6 @@
-"""Keys in vLLM's paged cache, read for attention patterns.
+"""Keys in vLLM's paged cache, for reading attention patterns.
 
-B requests · T key positions · K key/value heads · E head size · N positions of a block · R blocks of a table
+B requests · T key positions · K key/value heads · E head size · N positions per block · R blocks per table
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYOUTS = ("vec", "vec16")  # of keys on a CPU: each block transposed
 
 
 class PagedKeys:
-    """The keys of the requests in a runner's batch (`runtime.attention.Keys`)."""
+    """Keys of the requests in a runner's batch (`runtime.attention.Keys`)."""
 
     def __init__(self, runner: Any, kind: str, runtime: Runtime, sites: SiteMap) -> None:
         self._runner, self._kind, self._runtime = runner, kind, runtime
@@ -61,7 +61,7 @@ class PagedKeys:
         return self._read(point, [slot], count, 1)[0]
 
     def _blocks(self, point: int, slots: list[int], count: int) -> torch.Tensor:
-        """The cache blocks with the first `count` positions of some requests, [B, R]."""
+        """Return the cache blocks of the requests' first `count` positions, [B, R]."""
         layer, group = self._layer(point)
         size, batch = layer.kv_cache.shape[2], self._runtime.continuity.batch
         assert batch is not None
@@ -75,7 +75,7 @@ class PagedKeys:
         return block_BR[:, : -(-count // size)]
 
     def _read(self, point: int, slots: list[int], count: int, part: int) -> torch.Tensor:
-        """The keys (part 0) or values (part 1) of the first `count` positions of some requests, [B, T, K, E]."""
+        """Return keys (part 0) or values (part 1) of the requests' first `count` positions, [B, T, K, E]."""
         layer, _ = self._layer(point)
         cache_RKNE, blocks = layer.kv_cache, self._blocks(point, slots, count).long()
         if not cache_RKNE.is_cuda:
@@ -102,7 +102,7 @@ class PagedKeys:
         return self._layers[point]
 
     def _table(self, group: int, requests: int) -> tuple[torch.Tensor, int]:
-        """The block table of a cache group, and the positions of a block."""
+        """Return a cache group's block table, and the number of positions in a block."""
         spec = self._runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec
         if self._kind == "v2":
             return self._runner.block_tables.input_block_tables[group], spec.block_size
@@ -110,7 +110,7 @@ class PagedKeys:
 
 
 def _unread(layer: Any) -> str:
-    """The reason why an attention layer's keys cannot be read or its scores recomputed; "" if they can."""
+    """Return the reason why an attention layer's keys cannot be read or its scores recomputed; "" if they can."""
     impl = layer.impl
     if type(layer).__name__ != "Attention":
         return f"it is a {type(layer).__name__}"

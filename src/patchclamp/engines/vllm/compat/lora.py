@@ -1,12 +1,12 @@
-"""LoRA adapters in vLLM: loading them between steps, a check that one fits its model, and a zero slot for requests
-without one.
+"""LoRA adapters in vLLM: loading between steps, a check that an adapter fits its model, and a zero slot for other
+requests.
 
-By itself, vLLM would load an adapter in the step that first needs it, where a bad one stops the engine, and would evict
-the least recently used one even while a run uses it.
+By itself, vLLM would load an adapter in the step that first needs it, where an invalid adapter stops the engine, and
+would evict the least recently used adapter even while a run uses it.
 
-vLLM's CPU kernels (`lora.ops.torch_ops`, 0.32.0) index with a row's slot, and the slot of a row without an adapter is
-−1: in a batch with adapters such rows get the adapter of the last slot (vLLM #48421). So `prepare` adds a last slot
-that no adapter uses and that stays zero.
+vLLM's CPU kernels (`lora.ops.torch_ops`, 0.32.0) index with a row's slot, and a row without an adapter has slot −1: in
+a batch with adapters such rows get the last slot's adapter (vLLM #48421). So `prepare` adds a last slot that no adapter
+uses and that stays zero.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Loaded(msgspec.Struct):
 
 
 class Adapters:
-    """The adapters of one engine. `find_unfit(number)`: the problems that each worker finds with a loaded adapter.
+    """One engine's adapters. `find_unfit(number)` returns the problems that each worker finds with a loaded adapter.
     `config`: vLLM's LoRA configuration, or None if LoRA is off."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Adapters:
             )  # fmt: skip
 
     def admits(self, requests: Iterable[Request]) -> int:
-        """Count the leading requests whose adapters fit alongside those in use."""
+        """Count the leading requests whose adapters fit beside adapters in use."""
         used = {name for name, loaded in self._loaded.items() if loaded.runs}
         for i, request in enumerate(requests := list(requests)):
             if request.adapter is not None:
@@ -88,7 +88,7 @@ class Adapters:
         return loaded.request
 
     def give(self, request: Request) -> None:
-        """Release the adapter of an ended request."""
+        """Release an ended request's adapter."""
         loaded = None if request.adapter is None else self._loaded.get(request.adapter.name)
         if loaded is not None:
             loaded.runs.discard(request.run)
@@ -139,7 +139,7 @@ def _manager_of(runner: Any) -> LoRAModelManager:
 
 
 def _has_experts(module: Any) -> bool:
-    """True if there is one matrix per expert."""
+    """True if the module has one matrix per expert."""
     return isinstance(module.lora_a_stacked, list)
 
 
@@ -155,7 +155,7 @@ def _with_zeros(stacked: Any) -> Any:
 
 
 def unfit(runner: Any, number: int) -> list[str]:
-    """Describe the parts of a loaded adapter that the model lacks or has in a different size. vLLM skips or truncates
+    """Describe the parts of a loaded adapter that the model lacks or has in another size. vLLM skips or truncates
     them."""
     adapters = _manager_of(runner)
     adapter = adapters.get_adapter(number)
@@ -174,7 +174,7 @@ def unfit(runner: Any, number: int) -> list[str]:
 
 
 def _model_widths(module: Any) -> list[Any]:
-    """Return the widths of an adapter's matrices that fit a module, summed over tensor-parallel workers."""
+    """Return the widths of adapter matrices that fit a module, summed over tensor-parallel workers."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     into = [*_widths(module.lora_a_stacked, 1 if _is_table(module) else -1)]
@@ -193,6 +193,6 @@ def _model_widths(module: Any) -> list[Any]:
 
 
 def _widths(matrices: Any, axis: int) -> Iterator[int | None]:
-    """Yield the size along an axis of one matrix, or of one per slice (None for a missing one)."""
+    """Yield sizes along an axis of one matrix, or of one matrix per slice (None if missing)."""
     for matrix in matrices if isinstance(matrices, (list, tuple)) else [matrices]:
         yield None if matrix is None else matrix.shape[axis]

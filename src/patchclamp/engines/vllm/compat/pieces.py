@@ -1,8 +1,8 @@
-"""The pieces of a compiled model, between vLLM's cuts at attention. Our own batches may begin after any cut.
+"""A compiled model's pieces, split by vLLM at attention. Our own batches may begin after any cut.
 
-The values that cross the cut after the attention of layer l − 1, row by row, are all that layers from l on need from
-earlier layers: the attention output, the stream, and values computed once for all layers. Given these, the remaining
-pieces are the same code as in a full pass.
+The values, row by row, that cross the cut after layer l − 1's attention are all that layers from l on need from earlier
+layers: the attention output, the stream, and values computed once for all layers. Given these, the remaining pieces are
+the same code as in a full pass.
 
     R rows of a call · L layers
 """
@@ -40,7 +40,7 @@ class Pieces:
     """A model compiled in pieces.
 
     layers: the number of cuts at attention
-    layer_of: by point, the highest layer at which a pass can begin and still run the point's tap
+    layer_of: by point, the highest layer at which a pass that runs the point's tap can begin
     usable: True if a pass started at a layer matched a full pass bit for bit; None until compared
     """
 
@@ -84,8 +84,8 @@ class Pieces:
 
     @contextmanager
     def within(self, layer: int, rows: Sequence[Any], observe: Observer | None) -> Iterator[None]:
-        """Begin at a layer, with the values that cross its cut, in calls inside the context. `observe` is called with
-        each later layer and the values that cross its cut."""
+        """Begin calls inside the context at a layer, with the values that cross its cut. `observe` is called with each
+        later layer and the values that cross its cut."""
         self._layer, self._rows, self._observe = layer, rows, observe
         try:
             yield
@@ -116,7 +116,7 @@ _of_engine: WeakValueDictionary[int, Pieces] = WeakValueDictionary()  # by `engi
 
 
 def pieces_of(vllm_config: VllmConfig, layers: int) -> Pieces | None:
-    """Return the pieces of an engine's model; None if it is not compiled in pieces, one cut for each layer."""
+    """Return the pieces of an engine's model; None unless it is compiled in pieces with one cut per layer."""
     pieces = _of_engine.get(engine_id(vllm_config))
     return pieces if pieces is not None and pieces.layers == layers else None
 
@@ -126,10 +126,10 @@ def _attends(graph: torch.fx.GraphModule) -> bool:
 
 
 class Streams:
-    """The rows that cross the cuts in passes over some prompts, T in all, so that batches can begin at a layer.
+    """Rows that cross the cuts in passes over prompts, T in all, from which batches begin at a layer.
 
-    Above `MAX_BYTES`, only every n-th layer is kept. If a value that crosses a cut has no row per token, or the pieces
-    do not reproduce the full pass, batches begin at layer 0.
+    Above `MAX_BYTES`, only every n-th layer is kept. Batches begin at layer 0 if a crossing value has no row per token,
+    or if the pieces do not reproduce the full pass.
     """
 
     def __init__(self, pieces: Pieces, rows: int, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class Streams:
         self._every = 1
 
     def record(self, compute: Callable[..., torch.Tensor], row: np.ndarray) -> None:
-        """Compute a pass over the rows with these numbers, [R], and keep the values that cross cuts. `compute`:
+        """Compute a pass over the rows with these indices, [R], and keep the values that cross cuts. `compute`:
         `BatchModel.forward` of the pass."""
         pieces, row_R = self._pieces, to_device(row, self._device)
 
@@ -173,11 +173,11 @@ class Streams:
             logger.warning("patchclamp: graded programs are computed from layer 0: %s", problem)
 
     def begin(self, layer: int) -> int:
-        """Return the highest layer up to this one at which a batch may begin."""
+        """Return the highest layer up to `layer` at which a batch may begin."""
         return 0 if self._pieces.usable is False else layer - layer % self._every
 
     def crossing(self, layer: int, row: np.ndarray) -> list[torch.Tensor]:
-        """Return the values that cross the cut before a layer, for the rows with these numbers."""
+        """Return the values that cross the cut before a layer, for the rows with these indices."""
         row_R = to_device(row, self._device)
         return [kept[row_R] for kept in self._kept[layer]] if layer else []
 

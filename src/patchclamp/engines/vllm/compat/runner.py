@@ -57,7 +57,7 @@ seam(_V2 + "sample_tokens", "end a step", "self, grammar_output", part="v2")
 
 
 class _Rewound(torch.Generator):
-    """A generator whose `set_offset` returns it to its state at the beginning of the step."""
+    """A generator whose `set_offset` restores its state at the start of the step."""
 
     def keep(self) -> None:
         self._at_step = self.get_state()
@@ -70,10 +70,10 @@ class _Rewound(torch.Generator):
 
 
 def rewind(runner: V1Runner) -> None:
-    """Make a V1 runner on a CPU use generators that can be rewound, for seeded requests with chunked prompts.
+    """Make a V1 runner on a CPU use rewindable generators, for seeded requests with chunked prompts.
 
-    vLLM samples a token for every chunk of a prompt, and undoes that through the offset of the request's generator. A
-    CPU generator has no offset, and the error would stop the engine. The new generators draw the same numbers.
+    vLLM samples a token for every chunk of a prompt, and reverts the draw through the generator's offset. A CPU
+    generator has no offset, and the error would stop the engine. The new generators draw the same numbers.
     """
     prepare = runner._prepare_inputs
 
@@ -92,11 +92,11 @@ def rewind(runner: V1Runner) -> None:
 
 
 def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Tensor], None]) -> None:
-    """Call a tap on the queries of every call of an attention layer, or on its output, [T, H, E] or [T, H · E], which
-    it may change in place, after the call: by then the step's keys are in the cache.
+    """Call a tap after each call of an attention layer, on its queries or on its output, [T, H, E] or [T, H · E], which
+    the tap may change in place. By then the step's keys are in the cache.
 
-    This wraps the Python of vLLM's attention op, which is opaque to the compiler. A later tap, in the model, would act
-    on a view of the op's output, which Inductor would copy back and forth.
+    This wraps the Python implementation of vLLM's attention op, which is opaque to the compiler. A later tap, in the
+    model, would act on a view of the op's output, which Inductor would copy back and forth.
 
     Raises `SeamMoved` if the layer's implementation has no argument of this name.
     """
@@ -143,8 +143,8 @@ def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
 
 
 def runner_of(worker: Worker) -> tuple[Any, str]:
-    """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for any other kind, and if a seam
-    that this kind needs differs."""
+    """Return a worker's model runner and its kind, "v1" or "v2". Raises `SeamMoved` for another kind, or if a seam that
+    this kind needs differs."""
     runner: Any = worker.model_runner
     modules = {base.__module__ for base in type(runner).__mro__}
     kind = "v2" if V2 in modules else "v1" if V1 in modules else None
@@ -156,12 +156,12 @@ def runner_of(worker: Worker) -> tuple[Any, str]:
 
 
 def count_memory(runner: V1Runner | V2Runner, size: int) -> None:
-    """Count `size` bytes of device memory with the model's, for vLLM's report; vLLM measures the actual use itself."""
+    """Add `size` bytes to the model's device memory in vLLM's report; vLLM measures actual use itself."""
     runner.model_memory_usage += size
 
 
 def on_sleep(worker: Worker, refusal: Callable[[int], Exception | None]) -> None:
-    """Make a worker's `sleep` raise `refusal(level)`, if that is an error."""
+    """Make a worker's `sleep` raise `refusal(level)` unless that is None."""
     stock = worker.sleep
 
     @forwards(stock)
@@ -175,8 +175,8 @@ def on_sleep(worker: Worker, refusal: Callable[[int], Exception | None]) -> None
 
 
 def on_new_weights(net: torch.nn.Module, loaded: Callable[[], None]) -> None:
-    """Call `loaded()` whenever weights were loaded into a model, including by a caller with direct access to the model,
-    such as a trainer in this process."""
+    """Call `loaded()` whenever weights are loaded into a model, even by a caller with direct access to the model, such
+    as a trainer in this process."""
     stock: Any = net.load_weights
 
     @forwards(stock)
@@ -223,7 +223,7 @@ class Hooks(msgspec.Struct):
 
 
 def hook_runner(runner: Any, kind: str, hooks: Hooks, graphs: Graphs | None) -> None:
-    """Wrap a runner's steps with hooks, on this instance only. `graphs`: its CUDA graphs."""
+    """Wrap the steps of this runner instance with hooks. `graphs`: its CUDA graphs."""
     net = runner.get_model()
     compute = net.compute_logits
 
@@ -287,7 +287,7 @@ def _hook_v1(runner: V1Runner, hooks: Hooks, graphs: Graphs | None) -> None:
 
 
 def _keep_top_logprobs(runner: V1Runner) -> None:
-    """Keep the top log-probabilities of requests in a batch with one that scores given tokens: stock's V1 sampler
+    """Keep requests' top log-probabilities in a batch with a request that scores given tokens: stock's V1 sampler
     returns only one kind for a whole batch, and -inf to requests for the other kind."""
     sampler = runner.sampler
     stock = sampler.gather_specific_token_logprobs
@@ -316,7 +316,7 @@ def _keep_top_logprobs(runner: V1Runner) -> None:
 
 
 def _samples(scheduler_output: SchedulerOutput, requests: list[str]) -> np.ndarray | None:
-    """Return each request's number of rows with logits: its newest token and the draft tokens. None: one each."""
+    """Return each request's number of rows with logits: its newest token and draft tokens. None: one each."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return np.array([1 + len(drafts.get(request, ())) for request in requests]) if drafts else None
 
@@ -380,13 +380,13 @@ def _no_graph(mode: Any, tokens: int) -> bool:
 
 
 def without_graph() -> AbstractContextManager[Any]:
-    """A context in which compiled code with taps runs, without a graph."""
+    """Return a context in which compiled code with taps runs without a graph."""
     return compiled_variant(active=True, usable=_no_graph)
 
 
 def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) -> None:
-    """Send arrays with a runner's outputs to the core, as their attribute `patchclamp`. `taken(tokens)` is called after
-    the forward pass of each step with tokens; the function that it returns, once the output is needed."""
+    """Send arrays to the core with a runner's outputs, as their attribute `patchclamp`. `taken(tokens)` is called after
+    the forward pass of each step with tokens, and the function it returns once the output is needed."""
     execute, sample = runner.execute_model, runner.sample_tokens
     waits: list[Callable[[], np.ndarray]] = []  # of the step that was computed and not sampled yet
 
@@ -440,8 +440,7 @@ def _profile_variants(runner: V1Runner, graphs: Graphs) -> None:
 
 def worker_rank() -> tuple[int, bool, bool]:
     """Return this worker's tensor-parallel rank, True if it is the first of its stage, and True if its stage computes
-    logits. All workers of a stage see the same rows.
-    """
+    logits. All workers of a stage see the same rows."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     rank = get_tp_group().rank_in_group
@@ -449,7 +448,7 @@ def worker_rank() -> tuple[int, bool, bool]:
 
 
 def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
-    """Return the maximum numbers of rows and of rows with logits in a step, and the tensor of the rows' positions."""
+    """Return a step's maximum numbers of rows and of rows with logits, and the tensor of row positions."""
     speculative_config = runner.vllm_config.speculative_config
     samples = 1 + (0 if speculative_config is None else speculative_config.num_speculative_tokens)
     positions = runner.input_buffers.positions if kind == "v2" else runner.positions
@@ -457,17 +456,17 @@ def device_facts(runner: Any, kind: str) -> tuple[int, int, Any]:
 
 
 def token_ids(runner: Any, kind: str) -> Any:
-    """Return the tensor of every row's token id, which the runner fills before every step."""
+    """Return the tensor of token ids by row, which the runner fills before every step."""
     return runner.input_buffers.input_ids if kind == "v2" else runner.input_ids.gpu
 
 
 def scheduled(scheduler_output: SchedulerOutput) -> tuple[dict[str, int], int]:
-    """Return the number of tokens of each request of a step, and the total."""
+    """Return the token count of each request in a step, and the total."""
     return scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
 
 
 def going_on(scheduler_output: SchedulerOutput) -> list[str] | None:
-    """Return a step's requests if it computes one token of each, and none arrived, resumed or ended; else None."""
+    """Return a step's requests if it computes one token of each and none arrived, resumed or ended; else None."""
     new, running = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     if new or running.resumed_req_ids or scheduler_output.finished_req_ids or preempted(scheduler_output):
         return None
@@ -476,13 +475,13 @@ def going_on(scheduler_output: SchedulerOutput) -> list[str] | None:
 
 
 def same_requests(scheduler_output: SchedulerOutput) -> bool:
-    """True if no request is new, finished, or preempted."""
+    """True if no request is new, finished or preempted."""
     new, finished_ids = scheduler_output.scheduled_new_reqs, scheduler_output.finished_req_ids
     return not (new or finished_ids or preempted(scheduler_output))
 
 
 def positions(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield each request of a step and the first position it computes."""
+    """Yield each request of a step with the first position it computes."""
     running = scheduler_output.scheduled_cached_reqs
     yield from zip(running.req_ids, running.num_computed_tokens, strict=True)
     for new in scheduler_output.scheduled_new_reqs:
@@ -490,8 +489,8 @@ def positions(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:
 
 
 def checked_positions(runner: V2Runner, scheduler_output: SchedulerOutput) -> dict[str, int]:
-    """Return each request of a step and the first position it computes, read from the device after it has checked the
-    drafts of the last step. The scheduler's positions assume that all drafts are accepted."""
+    """Return each request of a step with the first position it computes, read from the device after it has checked the
+    last step's drafts. The scheduler's positions assume that all drafts are accepted."""
     states, running = runner.req_states, scheduler_output.scheduled_cached_reqs
     begins, computed = dict(positions(scheduler_output)), states.num_computed_tokens
     counts = torch.Tensor.tolist(computed.gpu)
@@ -503,7 +502,7 @@ def checked_positions(runner: V2Runner, scheduler_output: SchedulerOutput) -> di
 
 def most_ahead(runner: V1Runner | V2Runner) -> int:
     """Return the maximum number of tokens by which the scheduler's position of a request may be too high, because steps
-    are scheduled before the last one's drafts are checked."""
+    are scheduled before the last step's drafts are checked."""
     speculative_config, scheduler_config = runner.vllm_config.speculative_config, runner.vllm_config.scheduler_config
     if speculative_config is None or not scheduler_config.async_scheduling:
         return 0
@@ -528,7 +527,7 @@ def preempted(scheduler_output: SchedulerOutput) -> int:
 
 
 def refusal_of(config: VllmConfig) -> str:
-    """The reason why cells of a model with this configuration run as requests; "" if they run in batches."""
+    """Return the reason why cells of a model with this configuration run as requests; "" if they run in batches."""
     parallel, model = config.parallel_config, config.model_config
     # where vLLM has turned both off, such as for MLA on a CPU, attention may not read what earlier steps have computed
     in_parts = config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching
@@ -551,14 +550,14 @@ CELLS = 2048  # the most sequences of a batch, and rows with logits
 
 
 class BatchModel:
-    """A runner's model, for batches over blocks that the core has leased.
+    """A runner's model, for batches over cache blocks leased by the core.
 
-    C sequences of a batch · R its rows · G groups of layers that share block tables · B tokens of a block
+    C sequences · R rows · G layer groups, each with its block tables · B tokens per block
 
     refusal: the reason why batches are not supported; "" if they are
     block: B · groups: G · blocks: the number of blocks in the cache
     rows, sequences, samples: the maximum per batch; samples are rows with logits
-    pieces: the compiled code, in which a batch may begin at any layer; None if it is not in pieces
+    pieces: the model's compiled pieces, so a batch may begin at any layer; None if not compiled in pieces
     """
 
     def __init__(self, runner: Any, kind: str, layers: int) -> None:
@@ -603,7 +602,7 @@ class BatchModel:
         return cache.movedim(axes[0], 0)
 
     def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Copy the keys and values of whole blocks, in every layer."""
+        """Copy keys and values of whole blocks in every layer."""
         if len(source):
             device = self._runner.device
             from_K, to_K = to_device(source.astype(np.int64), device), to_device(target.astype(np.int64), device)
@@ -622,8 +621,8 @@ class BatchModel:
         """Compute a batch, and return the stream after the last layer, [R, D].
 
         ids, position: token ids and positions of all rows, sequence by sequence, [R]
-        count, length: each sequence's rows, and its tokens up to the last of them, [C]
-        tables: the blocks of each sequence, [G, C, blocks]
+        count, length: each sequence's row count, and its length up to the last row, [C]
+        tables: each sequence's blocks, [G, C, blocks]
         layer, crossing, observe: as in `Pieces.within`
         """
         from vllm.forward_context import set_forward_context
@@ -673,18 +672,18 @@ class BatchModel:
         )  # fmt: skip
 
     def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The runner's own tensors of token ids and positions, which our kernels read too, [R] each."""
+        """Return the runner's own tensors of token ids and positions, [R] each, which our kernels also read."""
         runner = self._runner
         if self._kind == "v2":
             return runner.input_buffers.input_ids[:rows], runner.input_buffers.positions[:rows]
         return runner.input_ids.gpu[:rows], runner.positions[:rows]
 
     def logits(self, hidden: torch.Tensor, row: np.ndarray) -> torch.Tensor | None:
-        """The logits of some rows, [S, V]; None on a tensor-parallel worker that does not get them."""
+        """Return the logits of the rows at these indices, [S, V]; None on a tensor-parallel worker without logits."""
         return self._runner.get_model().compute_logits(hidden[to_device(row, hidden.device)])
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The log-probabilities of some tokens of each row, [S, k], bit-identical to those of a request."""
+        """Return log-probabilities of the given tokens of each row, [S, k], bit-identical to a request's."""
         if self._kind == "v2":
             from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 

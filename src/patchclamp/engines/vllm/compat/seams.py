@@ -1,8 +1,8 @@
 """Seams: the functions of stock vLLM that this package wraps, each declared next to its wrapper.
 
-A seam has the function's full signature in every supported version. If it differs in the installed vLLM, `SeamMoved` is
-raised when an engine with patchclamp starts, and never later. Other vLLM names that `compat` uses are checked by
-pyright, through vLLM's own classes.
+A seam records the function's full signature in every supported version. If the installed vLLM differs, `SeamMoved` is
+raised when an engine with patchclamp starts, never later. Pyright checks the other vLLM names that `compat` uses,
+through vLLM's own classes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ CHECKED = ("0.32.0", "0.33.0")  # the versions whose signatures were compared
 
 
 class Seam(msgspec.Struct, frozen=True):
-    """A function of vLLM.
+    """A vLLM function that patchclamp wraps.
 
     place: `module:function` or `module:Class.function`
     why: the reason for wrapping it
     forms: its parameters in each supported version: names, kinds and defaults, as in its `def` without annotations;
-        empty if its replacement accepts any
-    part: the part of vLLM that needs it: the "v1" or "v2" runner, or "openai" for a server's routes; "": all engines
+        empty if the wrapper accepts any
+    part: the part of vLLM that needs the seam: the "v1" or "v2" runner, or "openai" for a server's routes; "": all
+        engines
     """
 
     place: str
@@ -43,7 +44,7 @@ class Seam(msgspec.Struct, frozen=True):
         return self.place.partition(":")[2]
 
     def found(self) -> tuple[Any, str]:
-        """Return the function's owner and its name there. Raises `SeamMoved` if it is missing or has different
+        """Return the function's owner and its attribute name. Raises `SeamMoved` if it is missing or has different
         parameters."""
         module_name, _, path = self.place.partition(":")
         *outer, last = path.split(".")
@@ -57,7 +58,7 @@ class Seam(msgspec.Struct, frozen=True):
         return owner, last
 
     def compare(self, signature: inspect.Signature | None) -> None:
-        """Raise `SeamMoved` unless a signature is one of the declared ones. None: the function is missing."""
+        """Raise `SeamMoved` unless a signature matches a declared form. None: the function is missing."""
         if signature is None:
             raise self._moved("it is missing")
         if not self.forms:
@@ -67,7 +68,7 @@ class Seam(msgspec.Struct, frozen=True):
             raise self._moved(difference)
 
     def difference(self, found: str) -> str:
-        """Describe how parameters, written as in a `def`, differ from all declared ones; "" if they match one."""
+        """Describe how parameters, written as in a `def`, differ from all declared forms; "" if they match one."""
         parameters, differences = found.removeprefix("(").removesuffix(")").split(", "), []
         for form in self.forms:
             expected = form.split(", ")
@@ -79,7 +80,7 @@ class Seam(msgspec.Struct, frozen=True):
         return min(differences, key=len)
 
     def wrap(self, wrapper: Callable[..., Any]) -> None:
-        """Replace the function by `wrapper(stock, …)`, once per process."""
+        """Replace the function with `wrapper(stock, …)`, once per process."""
         owner, last = self.found()
         stock = getattr(owner, last)
         if hasattr(stock, "patchclamp_stock"):
@@ -113,7 +114,7 @@ def seam(place: str, why: str, *forms: str, part: str = "") -> Seam:
 
 
 def require_all(part: str) -> None:
-    """Raise `SeamMoved` if a seam of this part differs; "" for the seams that all engines need."""
+    """Raise `SeamMoved` if a seam of this part differs. "": the seams that all engines need."""
     for each in SEAMS:
         if each.part == part:
             each.found()
@@ -129,8 +130,8 @@ _FITTING: set[tuple[Any, Any]] = set()  # functions of vLLM, and the code of the
 
 
 def forwards(stock: Any) -> Callable[[F], F]:
-    """Mark a function as the wrapper of vLLM's `stock`, as `functools.wraps` does. Raises `SeamMoved` if a caller of
-    `stock` could not call the wrapper in the same way."""
+    """Mark a function as the wrapper of vLLM's `stock`, like `functools.wraps`. Raises `SeamMoved` if a call that
+    `stock` accepts would fail on the wrapper."""
 
     def mark(ours: F) -> F:
         fit = getattr(stock, "__func__", stock), getattr(ours, "__code__", ours)  # the same for every request
@@ -145,7 +146,7 @@ def forwards(stock: Any) -> Callable[[F], F]:
 
 
 def _check_wrapper(stock: Any, ours: Any) -> None:
-    """Raise `SeamMoved` unless a wrapper accepts every call of `stock`, with the same defaults for the parameters it
+    """Raise `SeamMoved` unless a wrapper accepts every call of `stock`, with the same defaults for parameters it
     names."""
     theirs, own = inspect.signature(stock), inspect.signature(ours)
     parameters = list(theirs.parameters.values())

@@ -1,12 +1,11 @@
-"""The two variants of vLLM's compiled code and CUDA graphs, and the choice between them in each step.
+"""Two variants of vLLM's compiled code and CUDA graphs, and the choice between them in each step.
 
-The active variant has our taps. With stock numerics the idle variant is stock's own and never contained our op. With
-uniform numerics there is one version of the code, with taps, and an idle graph is recorded from it with taps that
-launch nothing.
+The active variant has our taps. With stock numerics the idle variant is stock's own, without our op. With uniform
+numerics there is one version of the code, with taps; idle graphs are recorded with taps that launch nothing.
 
-`Watch`, if enabled, compares the addresses that CUDA graphs read at every replay with those at recording. Piecewise
-graphs, and full ones of a V1 runner, are called with their inputs. A V2 runner's manager replays full graphs without
-arguments: they read the inputs that the step has just built for attention.
+If enabled, `Watch` compares the addresses that CUDA graphs read at each replay with the addresses at recording.
+Piecewise graphs, and a V1 runner's full graphs, are called with their inputs. A V2 runner's manager replays full graphs
+without arguments: they read the inputs that the step has just built for attention.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ DISPATCH = seam(
 
 
 class Watch:
-    """Checks the addresses in one engine's graphs. `buffers()`: patchclamp's own buffers, by name."""
+    """Checks the addresses in an engine's graphs. `buffers()` returns patchclamp's own buffers, by name."""
 
     def __init__(self, buffers: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._buffers = buffers
@@ -88,7 +87,8 @@ class Watch:
             compare(recorded, filled, name)
 
     def watch_wrappers(self, vllm_config: VllmConfig) -> None:
-        """Watch an engine's wrappers: their arguments, and for full graphs the forward context's attention inputs."""
+        """Watch an engine's wrappers: their arguments, and for full graphs the attention inputs in the forward
+        context."""
         _on_call()
         _watches[engine_id(vllm_config)] = (vllm_config, self)
 
@@ -161,7 +161,7 @@ _watches: dict[int, tuple[Any, Watch]] = {}  # by `engine_id` of a configuration
 
 
 def argument_names(runnable: Any, count: int) -> list[int | str]:
-    """Name a callable's first `count` arguments: by its traced graph's inputs or its parameters, else by number."""
+    """Name a callable's first `count` arguments by its traced graph's inputs or its parameters, else by index."""
     graph = getattr(runnable, "graph", None)  # of a piece of a compiled model
     if isinstance(graph, torch.fx.GraphModule):
         names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
@@ -200,7 +200,7 @@ _Entries = list[tuple[Any, dict[Any, Any]]]  # wrappers of piecewise graphs (V1:
 
 
 class Graphs:
-    """A runner's CUDA graphs, each recorded twice: with the op launching nothing (idle) and its kernel (active).
+    """A runner's CUDA graphs, each recorded twice: idle, with an op that launches nothing, and active, with its kernel.
 
     sizes        tokens of the steps recorded active (None: all that vLLM records)
     recording    a context in which taps are recorded
@@ -240,7 +240,7 @@ class Graphs:
         return len({tokens for _, tokens in self._recorded})
 
     def record(self, manager: Any, capture: Callable[[], None], profile: bool) -> None:
-        """Record both variants of every graph of a V2 runner's manager, and leave the idle one in place.
+        """Record both variants of every graph of a V2 runner's manager, and leave the idle variant in place.
 
         A profile run records only the idle variant. If memory runs out, active steps run without graphs.
         """
@@ -273,7 +273,7 @@ class Graphs:
     def record_mode(
         self, vllm_config: VllmConfig, mode: Any, sizes: list[Any], capture: Callable[[list[Any]], None]
     ) -> None:
-        """Record both variants of the graphs of one mode of a V1 runner, and leave the idle one in place."""
+        """Record both variants of a V1 runner's graphs for one mode, and leave the idle variant in place."""
         with _graphs_of(_Watched, self.watch), self._resting(), self._counting_bytes("without"):
             pieces = _recorded_in(lambda: capture(sizes))
         self._config = vllm_config
@@ -287,10 +287,10 @@ class Graphs:
         self, store: tuple[dict[Any, Any], _Entries], capture: Callable[[], None], keys: set[tuple[Any, int]],
         pieces: list[tuple[Any, Any]],
     ) -> None:  # fmt: skip
-        """Record graphs with taps for the (mode, tokens) in `keys` into a store, and put the idle ones back. `pieces`:
-        the wrappers with idle graphs, and each graph's descriptor.
+        """Record graphs with taps for the (mode, tokens) in `keys` into a store, and put the idle graphs back.
+        `pieces`: the wrappers with idle graphs, and each graph's descriptor.
 
-        If device memory runs out, none are kept. Raises `EngineError` then with tensor parallelism.
+        If device memory runs out, none are kept; with tensor parallelism, raises `EngineError`.
         """
         self._put(store)
         try:
@@ -327,7 +327,7 @@ class Graphs:
 
     @contextmanager
     def _counting_bytes(self, kind: str) -> Iterator[None]:
-        """Add the device memory allocated inside the context to the bytes of graphs "with" or "without" taps."""
+        """Add the device memory allocated inside the context to the graph bytes "with" or "without" taps."""
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info()[0]
         yield
@@ -347,7 +347,7 @@ class Graphs:
         return (mode, tokens) in self._recorded
 
     def estimate_bytes(self, idle_bytes: int) -> int:
-        """Estimate the device memory of both variants of the graphs from that of the idle one."""
+        """Estimate the device memory of both variants of the graphs from that of the idle variant."""
         copies = MAX_NODES * NODE_BYTES if idle_bytes and self.share else 0
         return int(idle_bytes * (1 + self.share)) + copies
 
@@ -391,11 +391,12 @@ def _recorded_in(capture: Callable[[], None]) -> list[tuple[Any, Any]]:
 def _check_recorded(
     store: tuple[dict[Any, Any], _Entries], pieces: list[tuple[Any, Any]], keys: set[tuple[Any, int]], one_code: bool
 ) -> None:
-    """Raise `EngineError` if an edited step of one of the (mode, tokens) in `keys` would replay an idle graph.
+    """Raise `EngineError` if an edited step with its (mode, tokens) in `keys` would replay an idle graph.
 
-    Every wrapper with an idle graph must be among those whose graphs are exchanged. If both variants run `one_code`,
-    each of these must have a graph with taps, too; otherwise the code with taps has its own wrappers, within one of the
-    whole model. Sizes that vLLM does not record need no check: their steps run the compiled code, which has taps.
+    Every wrapper with an idle graph must be in `store`, whose graphs are exchanged. If both variants run `one_code`,
+    each wrapper must also have a graph with taps; otherwise the code with taps has its own wrappers, within a wrapper
+    of the whole model. Sizes that vLLM does not record need no check: their steps run the compiled code, which has
+    taps.
     """
     tapped = {
         id(wrapper): {(wrapper.runtime_mode, desc) for desc, entry in entries.items() if entry.cudagraph is not None}
@@ -411,7 +412,7 @@ def _check_recorded(
 
 
 def _check_full(graphs: dict[Any, Any], wanted: list[Any]) -> None:
-    """Like `_check_recorded`, for the full graphs of a V2 runner's manager."""
+    """Check, as `_check_recorded` does, the full graphs of a V2 runner's manager."""
     for desc in wanted:
         if desc not in graphs:
             raise _without_graph(desc.cg_mode, desc.num_tokens)
@@ -425,7 +426,7 @@ def _without_graph(mode: Any, tokens: int) -> EngineError:
 
 
 def _no_room(error: BaseException | None) -> bool:
-    """True if an error in the cause chain is an out-of-memory error: a failed graph capture hides the original."""
+    """True if an error in the cause chain is an out-of-memory error, which a failed graph capture hides."""
     while error is not None:
         if any(word in str(error).lower() for word in ("out of memory", "alloc_failed")):
             return True
@@ -434,7 +435,7 @@ def _no_room(error: BaseException | None) -> bool:
 
 
 class _Watched(torch.cuda.CUDAGraph):
-    """A graph that keeps the addresses of its inputs at recording, if a watch is enabled."""
+    """A graph that stores the addresses of its inputs at recording, if a watch is enabled."""
 
     addresses: dict[str, int] | None = None
     watch: Watch | None = None
@@ -457,7 +458,7 @@ class _WithNodes(_Watched):
 
 @contextmanager
 def _graphs_of(kind: type, watch: Watch | None) -> Iterator[None]:
-    """Record graphs of a kind inside the context, or stock's own if those suffice."""
+    """Record graphs of class `kind` inside the context, or stock graphs if these suffice."""
     stock = torch.cuda.CUDAGraph
     if kind is not _Watched or watch is not None:
         torch.cuda.CUDAGraph = kind  # type: ignore[misc, assignment]
@@ -494,7 +495,7 @@ def record_variants(runner: V2Runner, graphs: Graphs) -> None:
 
 
 def record_variants_v1(runner: V1Runner, graphs: Graphs) -> None:
-    """Like `record_variants`, for a V1 runner. It records one mode at a time, and its dispatcher chooses the graph."""
+    """Make a V1 runner record both variants. It records one mode at a time, and its dispatcher chooses the graph."""
     record, estimate = runner._capture_cudagraphs, runner.profile_cudagraph_memory
     dispatcher = runner.cudagraph_dispatcher
     stock, list_descs = dispatcher.dispatch, dispatcher.get_capture_descs
@@ -531,7 +532,7 @@ def record_variants_v1(runner: V1Runner, graphs: Graphs) -> None:
 
 
 class _StepVariant(threading.local):
-    """The variant that the step on this thread runs, and a test for the graphs it may use (None: any)."""
+    """The variant that this thread's step runs, and a test for the graphs it may use (None: any)."""
 
     active = False
     usable: Callable[[Any, int], bool] | None = None
@@ -541,9 +542,9 @@ _step = _StepVariant()
 
 
 class compiled_variant:
-    """A context in which compiled models run their active or their idle variant.
+    """A context in which compiled models run their active or idle variant.
 
-    A step whose graph is not `usable` runs without one, with the graph's padding, so that its kernels see the same
+    A step whose graph is not `usable` runs without a graph but with the graph's padding, so its kernels see the same
     shapes.
     """
 
@@ -563,8 +564,8 @@ class compiled_variant:
 def on_compile() -> None:
     """Make vLLM compile an engine's model twice: as traced (active), and with our op's nodes erased (idle).
 
-    The idle variant is stock's own code: no fusion is lost and no bit differs. With uniform numerics the model is
-    compiled once, as traced.
+    The idle variant is stock's own code: no fusion is lost, and results are bit-identical. With uniform numerics the
+    model is compiled once, as traced.
     """
 
     def compile_variants(stock: Any, backend: VllmBackend, graph: Any, example_inputs: Any) -> Any:
@@ -596,7 +597,7 @@ def on_compile() -> None:
 
 
 def _apart_from_layers(graph: Any, example_inputs: Any) -> tuple[Any, Any, list[torch.Tensor]]:
-    """Apply `apart_from_layers`; if that is switched off or fails, return the graph as traced."""
+    """Apply `apart_from_layers`; if it is switched off or fails, return the graph as traced."""
     if switches.enabled("equal_layers"):
         try:
             return apart_from_layers(graph, example_inputs)
@@ -626,7 +627,7 @@ _fusions: dict[int, dict[str, list[int]]] = {}  # by engine
 
 
 def fusions_of(vllm_config: VllmConfig) -> dict[str, list[int]]:
-    """Reset and return a new engine's counts of each pass's matches in the idle variant and in the active one."""
+    """Reset a new engine's match counts of each fusion pass, in the idle and the active variant, and return them."""
     counts = _fusions[engine_id(vllm_config)] = {}
     _compiled.discard(engine_id(vllm_config))
     return counts
@@ -634,7 +635,7 @@ def fusions_of(vllm_config: VllmConfig) -> dict[str, list[int]]:
 
 @contextmanager
 def _counting_fusions(vllm_config: VllmConfig, variant: int) -> Iterator[None]:
-    """Count the matches of vLLM's fusion passes inside the context, for the idle variant (0) or the active one (1).
+    """Count matches of vLLM's fusion passes inside the context, for the idle variant (0) or the active variant (1).
 
     With cached compiled code there are no matches.
     """
