@@ -181,7 +181,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (3_999, 12), "sites": (2_048, 4), "plan": (4_716, 10), "kernels": (1_872, 12), "store": (1_842, 7),
     "runtime": (3_062, 10), "engines": (4_414, 13), "engines/vllm": (9_056, 26), "trace": (2_441, 5),
-    "studies": (13_898, 40), "plots": (1_652, 7), "serve": (4_389, 16), "cli": (1_325, 4), "": (5_629, 14),
+    "studies": (13_893, 40), "plots": (1_652, 7), "serve": (4_389, 16), "cli": (1_325, 4), "": (5_629, 14),
 }  # fmt: skip
 
 
