@@ -56,7 +56,7 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return count, across, math.ceil(count / across)
 
     def draw(self) -> Figure:
-        """The heatmaps, first query at the top. A single map is labelled with tokens, several with positions."""
+        """Draw the heatmaps, first query at the top. A single map is labelled with tokens, several with positions."""
         (count, across, down), (colours, low, high) = self._grid, self._scale
         keys = [shorten(visible(token), LONGEST_LABEL) for token in self.tokens]
         width, height = 1.7, max(1.7 * len(self.queries) / len(keys), 0.5)
@@ -89,7 +89,7 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """The heatmaps, with positions and values on hover."""
+        """Return the heatmaps with positions and values on hover."""
         (count, across, down), (colours, low, high) = self._grid, self._scale
         side = min(1100 // across, 360) * len(self.queries) // len(self.tokens)
         height = 140 + (min(20 * len(self.queries), 1000) if count == 1 else down * (34 + side))
@@ -107,13 +107,13 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return style.lay_out(figure, height)
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """The text, and the meaning of the values."""
+        """Yield the text, and the meaning of the values."""
         yield "Text", self.text()
         yield "Values", f"<p>{escape(self.explained)}</p>"
 
     def text(self) -> str:
-        """The text as HTML, with a list of the maps. Hovering over a token shows its row or column of the chosen map; a
-        click pins it."""
+        """Return the text as HTML, with a list of the maps. Hovering over a token shows its row or column of the chosen
+        map; a click pins it."""
         scales = np.abs(self.maps).max((1, 2), initial=0.0)
         levels = np.round(self.maps / np.where(scales > 0, scales, 1.0)[:, None, None] * 32767).astype("<i2")
         shape = json.dumps({"queries": self.queries, "scales": scales.tolist()})

@@ -48,7 +48,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
             raise ProgramError("expected x in ascending order", self.label)
 
     def text(self, n: int) -> str:
-        """`0.52 (0.41 to 0.60)`."""
+        """Return a value and its spread: `0.52 (0.41 to 0.60)`."""
         if not np.isfinite(self.y[n]):
             return "–"
         text = number(float(self.y[n]))
@@ -57,7 +57,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
         return f"{text} ({number(float(self.low[n]))} to {number(float(self.high[n]))})"
 
     def band(self, x: Sequence[float]) -> tuple[list[float | None], list[float | None]]:
-        """The outline of the spread as plotly fills it: a polygon for each stretch without NaN, separated by None."""
+        """Return the spread's outline for plotly to fill: a polygon per stretch without NaN, separated by None."""
         assert self.low is not None
         assert self.high is not None
         known = np.flatnonzero(np.isfinite(self.low) & np.isfinite(self.high))
@@ -70,8 +70,8 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
-    """Lines with one vertical axis. `y_range`: its limits, by default those of the lines; `note`: the method behind
-    lines and spread; `level`: a value to mark with a dashed line; `x_label`: of a linear horizontal axis of its own."""
+    """Lines with one vertical axis. `y_range`: its limits, by default the lines'; `note`: the method behind lines and
+    spread; `level`: a value to mark with a dashed line; `x_label`: label of its own linear horizontal axis."""
 
     title: str
     y_label: str
@@ -102,7 +102,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
 
 class Curves(msgspec.Struct, frozen=True, eq=False):
-    """`charts` over one horizontal axis, except those with an axis of their own, and sentences below them."""
+    """`charts` over one horizontal axis, except charts with their own axis, and sentences below them."""
 
     title: str
     x_label: str
@@ -123,14 +123,14 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return sorted({float(x) for chart in self.charts if not chart.x_label for line in chart.lines for x in line.x})
 
     def axis_of(self, chart: Chart) -> Curves:
-        """The curves over the horizontal axis of a chart: its own, or the shared one."""
+        """Return the curves over a chart's horizontal axis: its own, or the shared one."""
         if not chart.x_label:
             return self
         own = msgspec.structs.replace(chart, x_label="")
         return msgspec.structs.replace(self, charts=(own,), x_label=chart.x_label, x_log=False)
 
     def place(self, x: float) -> float:
-        """The coordinate of a number on the horizontal axis."""
+        """Return the coordinate of a number on the horizontal axis."""
         if not self.x_log or x > 0:
             return math.log10(x) if self.x_log else x
         positive = [math.log10(number) for number in self.numbers if number > 0]
@@ -148,7 +148,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Coordinates and labels of the horizontal axis: all numbers, or round ones for many or long numbers."""
+        """Return the horizontal axis's coordinates and labels: all numbers, or round ones if they are many or long."""
         numbers = self.numbers
         if len(numbers) > most and self.x_log:
             every = math.ceil(len(numbers) / most)
@@ -159,7 +159,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return [(self.place(x), tick(x)) for x in numbers]
 
     def draw(self) -> Figure:
-        """The charts side by side, two in a row."""
+        """Draw the charts side by side, two in a row."""
         across = min(len(self.charts), 2)
         down = math.ceil(len(self.charts) / across)
         notes = [f"{chart.title}: {chart.note}" for chart in self.charts if chart.note]
@@ -209,7 +209,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
             axes.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=LABEL)
 
     def figure(self) -> Interactive:
-        """The charts one below the other, with every value and its spread on hover."""
+        """Return the charts one below the other, with every value and its spread on hover."""
         graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
         titles = [style.html_text(chart.title) for chart in self.charts]
         figure = subplots.make_subplots(len(titles), 1, subplot_titles=titles,
@@ -253,7 +253,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return figure
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """The charts' notes and all numbers."""
+        """Yield the charts' notes and all numbers."""
         for chart in self.charts:
             axis = self.axis_of(chart)
             texts = [{float(x): line.text(n) for n, x in enumerate(line.x)} for line in chart.lines]
@@ -265,6 +265,6 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
 
 def _round_step(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is at least `least`."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is at least `least`."""
     unit = 10.0 ** math.floor(math.log10(least))
     return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= least)

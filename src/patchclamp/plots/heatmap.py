@@ -34,7 +34,7 @@ Side = Literal["clean", "corrupt"]
 class Panel(msgspec.Struct, frozen=True, eq=False):
     """One part of the grid: `values` [R, P], NaN for cells that were not run. A panel without layers has one row, None.
 
-    coarse: [R, P], values of blocks of cells, shown paler if a cell has no value of its own
+    coarse: [R, P], values of blocks of cells, shown paler in cells without a value of their own
     details: further values of each cell, by name: [R, P] each
     part_of: for a panel whose columns are heads or other parts of a site: the site, and its cells' label
     """
@@ -47,7 +47,7 @@ class Panel(msgspec.Struct, frozen=True, eq=False):
     part_of: tuple[str, str] | None = None
 
     def row_name(self, row: int) -> str:
-        """`resid_pre[8]`, `z[8, 3]` of the panel `z[:, 3]`, or `embed`."""
+        """Return a row's name: `resid_pre[8]`, `z[8, 3]` in the panel `z[:, 3]`, or `embed`."""
         layer = self.rows[row]
         if layer is None:
             return self.name
@@ -55,7 +55,7 @@ class Panel(msgspec.Struct, frozen=True, eq=False):
         return f"{site}[{layer}, {part}" if of_part else f"{site}[{layer}]"
 
     def cell_name(self, row: int, column: HeatmapColumn) -> tuple[str, str]:
-        """The place of a cell and its label: (`resid_pre[8]`, ` Tower`)."""
+        """Return the place of a cell and its label: (`resid_pre[8]`, ` Tower`)."""
         if self.part_of is not None:
             return f"{self.part_of[0]}[{self.rows[row]}, {column.label}]", self.part_of[1]
         return self.row_name(row), column.label
@@ -75,7 +75,7 @@ class HeatmapColumn(msgspec.Struct, frozen=True):
 
     @property
     def positions(self) -> str:
-        """`3 → 4`, the clean and corrupt positions; one of them for a single prompt."""
+        """The clean and corrupt positions, `3 → 4`; one of them for a single prompt."""
         return " → ".join(style.positions(of) for of in (self.clean, self.corrupt) if of)
 
 
@@ -151,7 +151,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Heatmap(msgspec.Struct, frozen=True, eq=False):
-    """`panels` with one value per cell. `baseline` is the unpatched value; `goal`, if any, the one that patches
+    """`panels` with one value per cell. `baseline` is the unpatched value; `goal`, if any, the value that patches
     approach.
 
     Effects up to `noise_floor` are noise. `metric` is the name of the value, `explained` a sentence about it and
@@ -233,20 +233,20 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return f"noise floor {number(self.noise_floor)}: smaller effects mean nothing"
 
     def effect(self, value: float) -> float:
-        """The difference between a value and the baseline."""
+        """Return the difference between a value and the baseline."""
         return value - self.baseline.value
 
     def faint(self, values: np.ndarray) -> np.ndarray:
-        """A mask of effects within the noise floor; False for NaN."""
+        """Return a mask of effects within the noise floor; False for NaN."""
         return np.abs(values - self.baseline.value) <= self.noise_floor
 
     def share(self, value: float) -> float | None:
-        """A value's fraction of the way from the baseline to the goal; None without a goal, or if both are equal."""
+        """Return a value's fraction of the way from baseline to goal; None without a goal, or if both are equal."""
         way = 0.0 if self.goal is None else self.effect(self.goal.value)
         return None if way == 0 else self.effect(value) / way
 
     def ranked(self, count: int) -> list[HeatmapCell]:
-        """The `count` cells furthest towards the goal, or with the largest effects without a goal, best first."""
+        """Return the `count` cells nearest the goal or, without a goal, with the largest effects, best first."""
         spots = [
             HeatmapCell(i, int(row), int(column), float(panel.values[row, column]))
             for i, panel in enumerate(self.panels)
@@ -257,11 +257,11 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return sorted(spots, key=lambda spot: -self.towards * spot.value)[:count]
 
     def cell_name(self, spot: HeatmapCell) -> tuple[str, str]:
-        """The place of a cell and its label."""
+        """Return the place of a cell and its label."""
         return self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
 
     def _notes(self, numbers: bool) -> list[str]:
-        """The sentences below the picture. `numbers`: True if cells have room for their values."""
+        """Return the sentences below the picture. `numbers`: True if cells have room for their values."""
         notes = []
         for best in self.ranked(1):
             (row, label), part = self.cell_name(best), self.share(best.value)
@@ -285,7 +285,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
     # -- matplotlib
 
     def draw(self) -> Figure:
-        """The panels side by side, tokens (or heads) across, layers up."""
+        """Draw the panels side by side, with tokens (or heads) across and layers up."""
         labels = [shorten(visible(column.label), LONGEST_LABEL) for column in self.columns]
         rows = max(len(panel.rows) for panel in self.panels)
         widest = 6.0 if len(self.panels) == 1 else 4.0
@@ -355,7 +355,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         axes.set_ylim(len(intervals) - 0.5, -0.5)
 
     def _draw_bar(self, figure: Figure, grid: np.ndarray) -> None:
-        """The colour bar above the panels, with the unpatched runs marked on it."""
+        """Draw the colour bar above the panels, with the unpatched runs marked on it."""
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
 
@@ -381,7 +381,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
     # -- plotly
 
     def figure(self) -> Interactive:
-        """The panels with the numbers of every cell on hover."""
+        """Return the panels with every cell's values on hover."""
         graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
         labels = [style.html_text(shorten(visible(column.label), LONGEST_LABEL)) for column in self.columns]
         across = max(1, min(len(self.panels), 1200 // (20 * len(labels) + 80)))
@@ -457,7 +457,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return style.html_text("\n".join(lines))
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """The prompts, the metric with its baselines, and the best cells."""
+        """Yield the prompts, the metric with its baselines, and the best cells."""
         prompts = "".join(
             f'<div class="{strip.side}"><b>{escape(strip.title)}</b>{style.chips(strip.tokens, strip.marks)}</div>'
             for strip in self.strips
@@ -481,5 +481,5 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
 
 def _has_room(width: float, height: float) -> bool:
-    """True if cells of this size in inches have room for their values."""
+    """Return True if cells of this size in inches have room for their values."""
     return width >= 0.48 and height >= 0.25

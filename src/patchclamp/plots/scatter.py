@@ -1,4 +1,4 @@
-"""`Scatter`: trials as points, with those that no other dominates joined into a front.
+"""`Scatter`: trials as points, with the non-dominated trials joined into a front.
 
 N points
 """
@@ -23,7 +23,7 @@ SIZE = (6.4, 4.2)  # inches
 
 
 class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`points` [N, 2] of x and y, NaN for those left out, each with a label.
+    """`points` [N, 2] of x and y, NaN for points left out, each with a label.
 
     front: indices of the points on the front, ordered by x · is_line: True to join them
     reference: the point (x, y) to compare with, or a level of y if x is None
@@ -45,7 +45,7 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     table: tuple[tuple[str, ...], ...] = ()
 
     def draw(self) -> Figure:
-        """The points, the front as a line through its points, and the reference."""
+        """Draw the points, the front as a line through its points, and the reference."""
         figure = style.new_figure(self.title, [*self.notes, f"Ran on {self.provenance}."], *SIZE)
         axes = figure.subplots()
         style.bare(axes, "", self.x_label, self.y_label)
@@ -67,7 +67,7 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """The same as a plotly figure, with the label of each point on hover."""
+        """Return a plotly figure of the same, with each point's label on hover."""
         graphs = style.need("plotly.graph_objects")
         figure, at, hover = graphs.Figure(), list(self.front), [style.html_text(label) for label in self.labels]
 
@@ -94,6 +94,6 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """The notes, and the points of the front."""
+        """Yield the notes, and the points of the front."""
         heads, *rows = self.table
         yield self.front_label, "".join(f"<p>{escape(note)}</p>" for note in self.notes) + style.table(rows, heads)

@@ -56,12 +56,12 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def visible(token: str) -> str:
-    """A token as a label: line breaks, outer spaces, invisible and direction-changing characters become visible."""
+    """Make a token's line breaks, outer spaces, invisible and direction-changing characters visible."""
     return re.sub(r"^ | $| (?= )|(?<= ) ", "␣", plain(token)) or "∅"
 
 
 def plain(text: str) -> str:
-    """Like `visible`, but with spaces unchanged, for running text."""
+    """Return text like `visible`, but with spaces unchanged, for running text."""
     return "".join(_visible(character) for character in text)
 
 
@@ -104,14 +104,14 @@ def tick(value: float) -> str:
 
 
 def positions(numbers: tuple[int, ...]) -> str:
-    """Positions as text: `3`, `3–5`, `3, 7`."""
+    """Format positions as text: `3`, `3–5`, `3, 7`."""
     if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}–{numbers[-1]}"
     return ", ".join(map(str, numbers))
 
 
 def ran_on(model: str, engine: str, dtype: str) -> str:
-    """Model, engine and dtype; a local folder is reduced to its name, because plots are shared."""
+    """Format model, engine and dtype; a local folder is reduced to its name, because plots are shared."""
     path = PurePath(model)
     return f"{path.name if path.is_absolute() else model} · {engine} · {dtype}"
 
@@ -120,7 +120,7 @@ def ran_on(model: str, engine: str, dtype: str) -> str:
 
 
 def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
-    """Import a module of the plots extra, or of a package. Raises `PatchclampError` that names what to install."""
+    """Import a module of the plots extra, or of a package. Raises `PatchclampError` naming the package to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
@@ -128,7 +128,7 @@ def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
 
 
 def picture_file(path: str | Path) -> tuple[Path, str]:
-    """The file of a picture and its format, by extension: png, pdf, svg, or any other format of matplotlib."""
+    """Return a picture's file and its format, by extension: png, pdf, svg, or any other format of matplotlib."""
     path = Path(as_file(path, "path"))
     ending = path.suffix.removeprefix(".").lower()
     if ending not in (formats := need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()):
@@ -137,7 +137,7 @@ def picture_file(path: str | Path) -> tuple[Path, str]:
 
 
 def page_file(path: str | Path) -> Path:
-    """The file of a page, .html or .htm."""
+    """Return a page's file, .html or .htm."""
     path = Path(as_file(path, "path"))
     if path.suffix.lower() not in (".html", ".htm"):
         raise unknown("page format", path.suffix.removeprefix("."), ("html", "htm"), str(path))
@@ -163,7 +163,7 @@ def check_target(path: Path, option: str | None = None) -> Path:
     return path
 
 
-MAX_PIXELS = 65_000  # of a side, which matplotlib limits to 2¹⁶
+MAX_PIXELS = 65_000  # per side, which matplotlib limits to 2¹⁶
 
 
 @contextmanager
@@ -183,15 +183,15 @@ class Picture(Protocol):
     def provenance(self) -> str: ...
 
     def figure(self) -> Interactive:
-        """The picture as a plotly figure."""
+        """Return the picture as a plotly figure."""
         ...
 
     def draw(self) -> Figure:
-        """The picture as a matplotlib figure."""
+        """Return the picture as a matplotlib figure."""
         ...
 
     def sections(self) -> Iterable[tuple[str, str]]:
-        """Headings and HTML of a page below its figure."""
+        """Yield the headings and HTML below a page's figure."""
         ...
 
 
@@ -248,14 +248,14 @@ _PAGE = """<!doctype html>
 
 
 def table(rows: Iterable[Iterable[str]], heads: Iterable[str]) -> str:
-    """Rows of text as an HTML table."""
+    """Return rows of text as an HTML table."""
     top = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>\n" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
 def chips(tokens: Iterable[str], marks: Iterable[str]) -> str:
-    """Tokens with their positions as HTML; marks are classes."""
+    """Return tokens with their positions as HTML; marks are classes."""
     return '<div class="tokens">' + "".join(
         f'<span class="token {mark}">{escape(visible(token))}<sub>{position}</sub></span>'
         for position, (token, mark) in enumerate(zip(tokens, marks, strict=True))
@@ -267,7 +267,7 @@ def chips(tokens: Iterable[str], marks: Iterable[str]) -> str:
 
 @functools.cache
 def fonts() -> list[str]:
-    """The installed families of `FONTS`."""
+    """Return the installed families of `FONTS`."""
     from matplotlib.font_manager import fontManager
 
     installed = {font.name for font in fontManager.ttflist}
@@ -275,7 +275,7 @@ def fonts() -> list[str]:
 
 
 def new_figure(title: str, notes: Iterable[str], width: float, height: float) -> Figure:
-    """A figure, in inches, with a wrapped title above and notes below. pyplot is avoided: it is not thread-safe."""
+    """Create a figure, in inches, with a wrapped title and notes below. pyplot is avoided: it is not thread-safe."""
     from matplotlib.figure import Figure
 
     titles = _wrapped([title], width - 0.5, fontsize=TITLE, weight="bold")
@@ -312,7 +312,7 @@ def _wrapped(paragraphs: Iterable[str], width: float, **how: Any) -> list[str]:
 
 
 def bare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
-    """Axes without spines, with small labels."""
+    """Set title and small labels, and hide the spines."""
     axes.set_title(title, loc="left", fontsize=10, weight="bold", color=INK)
     axes.set_xlabel(x_label, fontsize=LABEL, color=MUTED)
     axes.set_ylabel(y_label, fontsize=LABEL, color=MUTED)
@@ -322,7 +322,7 @@ def bare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def label_columns(axes: Axes, labels: list[str], width: float) -> None:
-    """Labels below columns `width` inches wide, rotated if they are longer, and fewer if there are too many."""
+    """Label columns `width` inches wide; labels are rotated if they are longer, and fewer if there are too many."""
     every = max(int(0.14 / width + 0.999), 1)
     longest = max(map(len, labels), default=0) * 0.075 + 0.08
     angle = 0 if longest <= width else 45 if len(labels) <= 30 else 90
@@ -332,7 +332,7 @@ def label_columns(axes: Axes, labels: list[str], width: float) -> None:
 
 
 def label_rows(axes: Axes, labels: list[str], height: float) -> None:
-    """Labels beside rows `height` inches high, fewer if they would overlap."""
+    """Label rows `height` inches high, with fewer labels if they would overlap."""
     every = next((n for n in (1, 2, 4, 5, 10) if n * height >= 0.15), 20)
     axes.set_yticks(range(0, len(labels), every))
     axes.set_yticklabels(labels[::every])
@@ -360,7 +360,7 @@ def _as_text(figure: Figure) -> None:
 
 
 def colour_map(colours: Iterable[str], missing: str) -> Any:
-    """A matplotlib colormap of evenly spaced colours, with the colour of cells without a value."""
+    """Return a matplotlib colormap of evenly spaced colours, with the colour of cells without a value."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("patchclamp", list(colours)).with_extremes(bad=missing)
@@ -370,20 +370,20 @@ def colour_map(colours: Iterable[str], missing: str) -> Any:
 
 
 def frame(row: int, column: int, reference: int) -> dict[str, Any]:
-    """A plotly shape around a cell of the panel with this number, from 1."""
+    """Return a plotly shape that frames a cell of panel `reference`, counted from 1."""
     axis = "" if reference == 1 else str(reference)
     return {"type": "rect", "xref": f"x{axis}", "yref": f"y{axis}", "x0": column - 0.5, "x1": column + 0.5,
             "y0": row - 0.5, "y1": row + 0.5, "line": {"color": "black", "width": 2.5}}  # fmt: skip
 
 
 def html_text(text: str) -> str:
-    """Text for a plotly label or hover, with markup escaped and line breaks kept."""
+    """Return text for a plotly label or hover, with markup escaped and line breaks kept."""
     return escape(text, quote=False).replace("\n", "<br>")
 
 
 def add_cells(figure: Interactive, values: Any, hover: list[list[str]], labels: Sequence[Sequence[str]],
               names: Sequence[str | None], at: dict[str, Any], **how: Any) -> None:  # fmt: skip
-    """Add a panel of cells, each with hover text. `labels`: of the columns and rows; `names`: of both axes."""
+    """Add a panel of cells, each with hover text. `labels`: column and row labels; `names`: names of both axes."""
     figure.add_trace(need("plotly.graph_objects").Heatmap(
         z=values, xgap=1, ygap=1, customdata=hover, hovertemplate="%{customdata}<extra></extra>", hoverongaps=False,
         **how,

@@ -33,7 +33,7 @@ class Shades(msgspec.Struct, frozen=True):
     colours: tuple[str, ...]
 
     def ink(self, value: float) -> str:
-        """The text colour on a cell with this value: white on dark cells."""
+        """Return the text colour on a cell with this value: white on dark cells."""
         share = min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
         colour = self.colours[round(share * (len(self.colours) - 1))]
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -43,10 +43,10 @@ class Shades(msgspec.Struct, frozen=True):
 class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """`values` [R, C] as colours, NaN for no value; `texts` [R][C] inside the cells; `notes` [R][C] shown on hover.
 
-    name: of the values · row_name, column_name: of the axes
+    name: name of the values · row_name, column_name: names of the axes
     centre: the value in white between two colours; None for a scale of one hue, dark at its `strong` end
-    reaches: the limits of the scale; None uses those of the values
-    outlined: (row, column) of cells with a frame
+    reaches: the limits of the scale; None uses the values' limits
+    outlined: (row, column) of framed cells
     """
 
     name: str
@@ -115,7 +115,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return lines
 
     def draw(self) -> Figure:
-        """The panels, with text in every cell that has room."""
+        """Draw the panels, with text in every cell that has room."""
         lines = self.lines
         heights = [max(len(panel.rows) * panel.cell[1] for panel in line) + 1.1 for line in lines]
         width = max(6.4, *(sum(map(_width, line)) for line in lines))
@@ -124,7 +124,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         parts = figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)
         for part, line in zip(parts.flat, lines, strict=True):
             widths = [_width(panel) for panel in line]
-            if len(line) < len(lines[0]):  # its panels stay as wide as those above
+            if len(line) < len(lines[0]):  # keeps panels as wide as in the lines above
                 widths.append(width - sum(widths))
             grid = part.subplots(1, len(widths), squeeze=False, width_ratios=widths)
             for axes, panel in zip(grid.flat, line, strict=False):
@@ -134,7 +134,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """The panels, with each cell's notes on hover."""
+        """Return the panels, with each cell's notes on hover."""
         subplots = style.need("plotly.subplots")
         lines = self.lines
         across = max(map(len, lines))
@@ -169,7 +169,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return style.lay_out(figure, height)
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """The meaning of a cell, the prompt, and the table."""
+        """Yield the meaning of a cell, the prompt, and the table."""
         yield "Cells", f"<p>{escape(self.explained)}</p>"
         if self.prompt:
             yield "Prompt", style.chips(self.prompt, ["same"] * len(self.prompt))

@@ -1,4 +1,4 @@
-"""Studies: experiments made of many runs. A study is a frozen configuration with `run(lm)`, and a short form such as
+"""Studies: experiments that take many runs. A study is a frozen configuration with `run(lm)`, and a short form such as
 `patch_sweep(lm, ...)`. Its result is frozen, and can be plotted, saved and loaded. Studies use an `LM`, never vLLM.
 
 The imports below are for readers and editors: a study in a file of this folder is found and exported without them.
@@ -99,7 +99,7 @@ STUDIES: dict[str, type[Study]] = {}  # every study, by class name
 
 for _found in pkgutil.iter_modules(__path__, f"{__name__}."):
     for _name, _value in vars(importlib.import_module(_found.name)).copy().items():
-        _kind = getattr(_value, "study", None)  # of a short form
+        _kind = getattr(_value, "study", None)  # set on short forms
         if isinstance(_kind, type) and _kind.__module__ == _found.name:
             STUDIES[_kind.__name__] = _kind
             globals().update({_name: _value, _kind.__name__: _kind})

@@ -1,8 +1,8 @@
 """The ablation sweep: which parts of the model does an answer need?
 
-A prompt is run many times. Each run ablates one cell: with zeros, the mean over some prompts, or the row of a randomly
-drawn prompt. If the answer suffers, the cell contributed to it. Zeros and means take the model off distribution; a
-resampled row does not, but adds the noise of the draw, which `draws` averages out.
+A prompt is run many times. Each run replaces one cell by zeros, a mean over prompts, or the row of a randomly drawn
+prompt. If the answer suffers, the cell contributed to it. Zeros and means take the model off distribution; a resampled
+row does not, but adds the noise of the draw, which `draws` averages out.
 
 Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2; resample ablation, Chan et al. 2022, "Causal
 scrubbing" (Alignment Forum); when to use which, Heimersheim and Nanda 2024 (arXiv:2404.15255).
@@ -27,7 +27,7 @@ NO_WORDS, NO_ALIGNMENT = Words((), (), ""), Alignment((), (), ())
 class AblationSweep(PromptGrid):
     """Ablate every site, layer and head in the run of a prompt, and show where the answer suffers.
 
-    Effects are measured against the run without an ablation. Tokens of the answer are never ablated.
+    Effects are relative to the unedited run. The answer's tokens are never ablated.
 
     Raises: `ProgramError` for a wrong argument, `TokensError` for an empty selection, and the error of any run.
     """

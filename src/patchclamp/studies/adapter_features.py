@@ -1,6 +1,6 @@
 """The features of a sparse autoencoder under the base model and under a LoRA adapter, on the same prompts.
 
-A feature's mean activation is over all rows, including those where it is 0; its firing rate is the share of rows where
+A feature's mean activation is over all rows, including rows where it is 0; its firing rate is the share of rows where
 it is active. The SAE is the base model's, so it may miss features that the adapter adds.
 Source: Kissane et al. 2024, "SAEs (usually) transfer between base and chat models"; Bricken et al. 2024, "Stage-wise
 model diffing".
@@ -43,8 +43,8 @@ SIDES = ("base", "adapter")
 
 
 class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
-    """The features of one run: the number of rows, and of rows with `kept` active features; per active feature its id,
-    the sum of its values, and the number of rows where it is active."""
+    """Feature sums of one run: the number of rows, and the number with `kept` active features; per active feature its
+    id, the sum of its values, and the number of rows where it is active."""
 
     rows: int
     full: int
@@ -55,8 +55,8 @@ class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
 
 class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`means`, `rates` [2, K]: mean activation and firing rate of each of `features` [K] over `rows` rows, under the
-    base model and under the adapter. `full` [2]: the share of rows where every feature read is active, so that smaller
-    ones may be missing; 0 if the features were chosen.
+    base model and under the adapter. `full` [2]: the share of rows with `kept` active features, whose smaller features
+    may be missing; 0 if the features were chosen.
     """
 
     sae: str
@@ -68,7 +68,7 @@ class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     full: np.ndarray
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per feature active under either model, largest difference of means first: feature, mean_base,
+        """Return one row per feature active under either model, largest difference of means first: feature, mean_base,
         mean_adapter, mean_difference, rate_base, rate_adapter, rate_difference."""
         import pandas
 
@@ -81,7 +81,7 @@ class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return frame.iloc[active[order]].reset_index(drop=True)
 
     def picture(self) -> TokenGrid:
-        """Plot data: the means and firing rates of the features that differ most, also as a table."""
+        """Return plot data: the means and firing rates of the features that differ most, also as a table."""
         frame = self.to_frame().iloc[:SHOWN]
         cut = f" {style.percent(float(self.full.max()))} of rows may have more active features than were read."
         table = [(str(one.feature), *map(style.number, (one.mean_base, one.mean_adapter)),
@@ -184,7 +184,7 @@ class AdapterFeatures(Study):
 
             pairs = [(i, folder) for i in range(len(asked)) for folder in (None, lora)]
             records = recorded_runs(lm, journal, pairs, call, sums, FeatureSums, advance, batch)
-        totals = np.zeros((2, 2, card.features))  # of values and of rows, by side
+        totals = np.zeros((2, 2, card.features))  # sums of values and row counts, by side
         for number, one in enumerate(records):
             totals[:, number % 2, one.ids.array()] += one.sums.array(), one.counts.array()
         if not (rows := sum(one.rows for one in records) // 2):

@@ -1,7 +1,7 @@
-"""The flow of information through attention: rollout through all layers, and edges weighted by what a head writes.
+"""The flow of information through attention: rollout through all layers, and edges weighted by a head's output.
 
 A pattern alone overstates tokens whose values are small, such as the first. An edge from a query to a key is weighted
-by what the head writes for it, α · v W_O: by its length, or by its share of a logit.
+by the head's output for it, α · v W_O: by that vector's length, or its share of a logit.
 
 Source: Abnar and Zuidema 2020 (arXiv:2005.00928), section 3, for the rollout; Kobayashi et al. 2020 (arXiv:2004.10102),
 equation 5, for the lengths; Elhage et al. 2021, "A mathematical framework for transformer circuits", for the shares.
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-MAX_BYTES = 1 << 28  # of the patterns of one call, and of a result
+MAX_BYTES = 1 << 28  # limit of the patterns in one call, and in a result
 SHOWN = 12  # heads in a picture of many
-READ = ("v", "z", "attn_out")  # sites that edges are made of, beside the pattern
+READ = ("v", "z", "attn_out")  # sites needed for edges, besides the pattern
 
 
 def by_layer(
     lm: LM, prompts: Sequence[list[int]], layers: Sequence[int], tokens: TokensLike, also: Sequence[str] = ()
 ) -> Iterator[tuple[int, list[Run]]]:
-    """Yield each layer with runs of the prompts that captured its patterns from `tokens`, and its sites `also`. A call
-    captures as many layers as fit in `MAX_BYTES`. Runs are closed when the iterator advances past them."""
+    """Yield each layer with a run per prompt, which captured the layer's patterns from `tokens` and its sites `also`. A
+    call captures as many layers as fit in `MAX_BYTES`. Runs are closed when the iterator advances past them."""
     size = 4 * lm.sites.sizes.heads * sum(len(ids) ** 2 for ids in prompts)
     together = max(MAX_BYTES // size, 1)
     for first in range(0, len(layers), together):
@@ -57,15 +57,15 @@ def by_layer(
 
 
 class AttentionRolloutResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`rollout` [T, T]: the share of each token of the prompt (columns) in each token (rows), after the last of
-    `layers`. Rows add up to 1."""
+    """`rollout` [T, T]: each prompt token's share (columns) in each token (rows), after the last of `layers`. Rows add
+    up to 1."""
 
     prompt_tokens: tuple[str, ...]
     layers: tuple[int, ...]
     rollout: np.ndarray
 
     def picture(self) -> AttentionMaps:
-        """Plot data: the rollout as a heatmap, and over the text."""
+        """Return plot data: the rollout as a heatmap, and over the text."""
         return AttentionMaps(
             title=f"Attention rollout through layers {style.positions(self.layers)}", provenance=self.provenance.where,
             explained=("Each row is a token, each column the share of an earlier one in it: the product over layers of "
@@ -111,7 +111,7 @@ attention_rollout: Callable[..., AttentionRolloutResult] = AttentionRollout.shor
 
 
 class AttentionEdge(PublicStruct, frozen=True):
-    """An edge from the token at `query` to the one at `key`, in the head with the site `z[layer, head]`."""
+    """An edge from the token at `query` to the token at `key`, in head `z[layer, head]`."""
 
     head: str
     query: int
@@ -122,9 +122,9 @@ class AttentionEdge(PublicStruct, frozen=True):
 class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Edges from the tokens at `positions` to all tokens, in the heads of `layers`.
 
-    `lengths` [L, H, Q, T]: α ‖v W_O‖, the length of what the head writes for the edge, before any post-attention norm.
-    `shares` [L, H, Q, T]: what it adds directly to the logit of `answer` after the query, minus that of `foil`; [0, H,
-    Q, T] without an answer. The shares of a query's keys add up to the head's part of a direct logit attribution.
+    `lengths` [L, H, Q, T]: α ‖v W_O‖, the length of the head's output for the edge, before any post-attention norm.
+    `shares` [L, H, Q, T]: the edge's direct effect on the logit of `answer` after the query, minus that on `foil`'s;
+    [0, H, Q, T] without an answer. A query's shares add up to the head's direct logit attribution.
     """
 
     prompt_tokens: tuple[str, ...]
@@ -141,14 +141,14 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.lengths if self.answer is None else self.shares
 
     def best(self, count: int = 10) -> list[AttentionEdge]:
-        """The edges with the largest absolute `values`, largest first."""
+        """Return the edges with the largest absolute `values`, largest first."""
         order = np.argsort(-np.abs(self.values), axis=None, kind="stable")[:count]
         places = zip(*(axis.tolist() for axis in np.unravel_index(order, self.values.shape)), strict=True)
         return [AttentionEdge(f"z[{self.layers[at[0]]}, {at[1]}]", self.positions[at[2]], at[3], float(self.values[at]))
                 for at in places]  # fmt: skip
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per edge that is not 0: layer, head, query, key, length and share."""
+        """Return one row per nonzero edge: layer, head, query, key, length and share."""
         import pandas
 
         l, h, q, t = at = np.nonzero(self.lengths)  # noqa: E741
@@ -157,8 +157,8 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame(columns if self.answer is None else columns | {"share": self.shares[at]})
 
     def picture(self, layer: int | None = None) -> AttentionMaps | TokenGrid:
-        """Plot data of the heads of a layer, or of those with the largest edges: a row of tokens each if there is one
-        query, otherwise a heatmap each."""
+        """Return plot data for a layer's heads, or the heads with the largest edges: a row of tokens per head for one
+        query, otherwise a heatmap per head."""
         heads = np.abs(self.values).max((2, 3))
         order = np.argsort(-heads, axis=None, kind="stable")[:SHOWN]
         if layer is not None:
@@ -193,10 +193,10 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class AttentionEdges(Study):
-    """Weigh each edge from a query to a key by what the head writes for it: its length, and its share of a logit.
+    """Weigh each edge from a query to a key by the head's output for it: its length, and its share of a logit.
 
-    Raises: `ModelError` if a head's output is not the sum of its values by its pattern, or the weights do not reproduce
-    a part of the model; `CapacityError` for more than 2²⁶ edges; and the error of any run.
+    Raises: `ModelError` if a head's output is not its values weighted by its pattern, or the weights do not reproduce a
+    part of the model; `CapacityError` for more than 2²⁶ edges; and the error of any run.
     """
 
     command = "attention-edges"
@@ -258,8 +258,8 @@ attention_edges: Callable[..., AttentionEdgesResult] = AttentionEdges.short_form
 
 
 def _towards(lm: LM, ids: list[int], compared: list[int], rows: list[int]) -> torch.Tensor:
-    """The direction in the last stream of each query along which its logit of a token, minus that of another, grows;
-    [Q, D], with the final norm's scale frozen."""
+    """Return each query's direction in the last stream along which the first of `compared` gains logit over the second,
+    if any; [Q, D], with the final norm's scale frozen."""
     import torch
 
     unembedding = proved_unembedding(lm, ids)

@@ -6,9 +6,9 @@ the clean one's. This finds cells whose gradient vanishes at the corrupt run.
 
 Source: Nanda 2023, "Attribution patching: activation patching at industrial scale"; Syed et al. 2023
 (arXiv:2310.10348); integrated gradients of inputs as in Hanna et al. 2024 (arXiv:2403.17806), equation 3; Sundararajan
-et al. 2017 (arXiv:1703.01365). On how far such estimates can be trusted, Kramár et al. 2024 (arXiv:2403.00745).
+et al. 2017 (arXiv:1703.01365). On the reliability of such estimates, Kramár et al. 2024 (arXiv:2403.00745).
 
-R rows (a site of a layer, or a head of it) · P columns (aligned positions)
+R rows (a layer's site, or one of its heads) · P columns (aligned positions)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class AttributedRow(msgspec.Struct, frozen=True):
-    """A row of the grid: a site of a layer, or one head of it, patched at one position at a time."""
+    """A row of the grid: a layer's site, or one of its heads, patched at one position at a time."""
 
     site: str
     layer: int | None
@@ -55,7 +55,7 @@ class Estimate(PublicStruct, frozen=True):
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Its place and its token."""
+        """The cell's place and its token."""
         return str(self.row), self.column.label
 
 
@@ -75,7 +75,7 @@ class AttributionPatchingResult(Proposal[Estimate], frozen=True, eq=False, kw_on
         return Estimate(self.rows[r], self.columns[p], float(self.estimates[r, p]), None if np.isnan(exact) else exact)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per cell: site, layer, head, token, positions, estimate and exact effect."""
+        """Return one row per cell: site, layer, head, token, positions, estimate and exact effect."""
         import pandas
 
         cells = (self.at(number) for number in range(self.estimates.size))
@@ -87,11 +87,11 @@ class AttributionPatchingResult(Proposal[Estimate], frozen=True, eq=False, kw_on
         ])  # fmt: skip
 
     def panels(self) -> Iterator[GridPanel]:
-        """One panel per site."""
+        """Yield one panel per site."""
         return map(self._panel, dict.fromkeys(row.site for row in self.rows))
 
     def _panel(self, site: str) -> GridPanel:
-        """The cells of a site; for heads, summed over all positions, with layers up and heads across."""
+        """Return a site's panel. Heads are summed over all positions, with layers up and heads across."""
         numbers = [r for r, row in enumerate(self.rows) if row.site == site]
         if self.rows[numbers[0]].head is not None:
             return self._heads(site, numbers)
@@ -128,7 +128,7 @@ HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 
 
 class _RowCandidates(Candidates):
-    """A cell is a row at an aligned position."""
+    """Candidates whose cells are rows at aligned positions."""
 
     result = AttributionPatchingResult
 

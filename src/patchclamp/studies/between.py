@@ -1,5 +1,5 @@
-"""The base of attribution patching: activations and gradients of a clean and a corrupt prompt, and at steps on the path
-between them; estimates of all cells, exact effects of some, and their correlation.
+"""The base of attribution patching: activations and gradients of a clean and a corrupt prompt, and of steps between
+them; estimated effects of all cells, exact effects of a subset, and their correlation.
 
 T tokens of the corrupt prompt · D model width
 """
@@ -29,23 +29,23 @@ STEP = 1e-3  # nats, of the differences that are a metric's derivative
 BEST = 20  # verified cells in the picture's table
 
 
-Proposed = TypeVar("Proposed", bound=Any)  # a cell with `ends`, `estimate`, and `exact`, None if it was not verified
+Proposed = TypeVar("Proposed", bound=Any)  # a cell with `ends`, `estimate`, and `exact` (None if not verified)
 
 
 class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=True):
-    """Base of results that estimate effects and verify some of them. All three arrays have one shape.
+    """Base of results with estimated effects, verified for a subset of cells. The three arrays have the same shape.
 
     estimates: change of the corrupt run's metric if a cell had its clean value, to first order
-    exact: change measured when the cell was patched; NaN if it was not
-    sampled: True if a cell was verified because it was drawn at random, not because its estimate is large
+    exact: measured change; NaN for cells that were not patched
+    sampled: True for cells that were verified as random draws, not for their large estimates
     metric: name of the metric; `clean` and `corrupt` are its values in the unpatched runs · steps: gradients averaged
-        from corrupt to clean; 0 is the gradient of the corrupt run alone · verified_on: what ran the exact patches ·
-    noise_floor: difference of two unpatched runs there
+        from corrupt to clean; 0 is the gradient of the corrupt run alone · verified_on: model and engine of the exact
+        patches · noise_floor: difference between two unpatched runs on that engine
     """
 
-    kind: ClassVar[str]  # of study, in titles
-    heads: ClassVar[tuple[str, str]]  # names of the ends of a cell
-    effect: ClassVar[str]  # of the clean run on a cell
+    kind: ClassVar[str]  # the kind of study, in titles
+    heads: ClassVar[tuple[str, str]]  # names of a cell's two ends
+    effect: ClassVar[str]  # the clean run's action on a cell
 
     metric: str
     clean_tokens: tuple[str, ...]
@@ -62,12 +62,12 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
     noise_floor: float
 
     def pearson(self, which: Verified = "all") -> float:
-        """The correlation of estimates and exact effects over all verified cells, those with the largest estimates, or
-        those drawn at random; NaN for fewer than three."""
+        """Return the correlation of estimated and exact effects over verified cells: all, the largest estimates, or the
+        random draws. NaN for fewer than three cells."""
         return _correlation(*self._pairs(which))
 
     def spearman(self, which: Verified = "all") -> float:
-        """The rank correlation of the same cells."""
+        """Return the rank correlation over the same cells as `pearson`."""
         return _correlation(*map(_ranks, self._pairs(which)))
 
     def _pairs(self, which: Verified) -> tuple[np.ndarray, np.ndarray]:
@@ -76,33 +76,33 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
         return self.estimates[chosen], self.exact[chosen]
 
     def proposals(self, count: int = 10) -> list[Proposed]:
-        """The cells with the largest absolute estimates, largest first."""
+        """Return the cells with the largest absolute estimates, largest first."""
         order = np.argsort(-np.abs(self.estimates), axis=None, kind="stable")
         return [self.at(number) for number in order[: min(count, int(np.isfinite(self.estimates).sum()))].tolist()]
 
     def best(self, count: int = 5) -> list[Proposed]:
-        """The verified cells that moved the metric furthest from corrupt towards clean, best first."""
+        """Return the verified cells that moved the metric furthest from corrupt towards clean, best first."""
         towards = 1.0 if self.clean >= self.corrupt else -1.0
         verified = np.flatnonzero(np.isfinite(self.exact)).tolist()
         return [self.at(n) for n in sorted(verified, key=lambda n: -towards * self.exact.flat[n])[:count]]
 
     def at(self, number: int) -> Proposed:
-        """The cell with this number."""
+        """Return the cell with this index in the flattened estimates."""
         raise NotImplementedError
 
     def panels(self) -> Iterator[GridPanel]:
-        """The panels of the plot."""
+        """Yield the panels of the plot."""
         raise NotImplementedError
 
     def marks(self, exact: np.ndarray) -> dict[str, Any]:
-        """The outlines and notes of a panel's verified cells."""
+        """Return outlines and notes for a panel's verified cells."""
         notes = [["" if np.isnan(value) else f"exact patch: {style.signed(float(value))}" for value in row]
                  for row in exact]  # fmt: skip
         return {"notes": tuple(map(tuple, notes)),
                 "outlined": tuple((int(r), int(c)) for r, c in np.argwhere(np.isfinite(exact)))}  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Plot data: the estimates, with verified cells outlined, and a table of the verified cells."""
+        """Return plot data: the estimates, with verified cells outlined, and a table of the verified cells."""
         rows = [(*map(style.visible, cell.ends), style.signed(cell.estimate), style.signed(cell.exact or 0.0))
                 for cell in self.best(BEST)]  # fmt: skip
         way = f"gradients at {self.steps} steps between the two runs" if self.steps else (
@@ -125,7 +125,7 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
         return f"recovered share of the {difference}" if self.metric == "recovered" else difference
 
     def _verified(self) -> str:
-        """A sentence on the agreement of estimates and exact patches."""
+        """Return a sentence on the agreement of estimates with exact patches."""
         count = int(np.isfinite(self.exact).sum())
         if not count:
             return "No cell was verified."
@@ -148,7 +148,7 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of each value; ties share their mean rank."""
+    """Return the rank of each value; ties share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return ((2 * last - counts - 1) / 2)[inverse]
@@ -157,7 +157,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 class GradedAnswer:
     """A metric of the next token, its value, and its gradients.
 
-    answer, foil: token ids · graded: the metric with the tokens that it grades
+    answer, foil: token ids · graded: the metric and its graded tokens
     """
 
     def __init__(self, lm: LM, answer: Any, foil: Any, metric: Any) -> None:
@@ -172,18 +172,18 @@ class GradedAnswer:
         self._tokens: list[int] = [token for [(_, token)] in self.graded.scores]
 
     def value(self, run: Gradients) -> float:
-        """The metric of a run, before normalisation."""
+        """Return a run's metric before normalisation."""
         return self._value(np.array([run.scores[token] for token in self._tokens]))
 
     def _value(self, logprobs: np.ndarray) -> float:
-        """The metric of the log-probabilities of its tokens."""
+        """Return the metric, given its tokens' log-probabilities."""
         if self.graded.custom is None:
             return float(self.graded.of_logprobs(logprobs[None])[0])
         return self.graded.value((logprobs.tolist(), {}))
 
     def _slopes(self, logprobs: np.ndarray) -> dict[int, float]:
-        """The derivative of the metric with respect to the log-probability of each token, by central differences, or
-        one-sided ones at 0 (certainty). Steps shrink near 0, where log-odds and similar metrics curve."""
+        """Return the metric's derivative with respect to each token's log-probability, by central differences, or
+        one-sided differences at 0 (certainty). Steps shrink near 0, where log-odds and similar metrics curve."""
         up = np.minimum(STEP, -logprobs / 16)
         down = np.where(up > 0, up, STEP)
         slopes = [(self._value(logprobs + above) - self._value(logprobs - below)) / (above + below).sum()
@@ -192,8 +192,8 @@ class GradedAnswer:
                 for token in self._tokens}  # fmt: skip
 
     def gradients(self, ids: list[int], points: list[int], stream: np.ndarray | None = None) -> Gradients:
-        """Rows and gradients of the metric. A metric that is not linear in its log-probabilities is computed first.
-        Raises `EngineError` without gradients."""
+        """Return rows, and gradients of the metric. A metric that is nonlinear in its log-probabilities needs one more
+        run. Raises `EngineError` without gradients."""
         engine, linear = self._lm.engine, self.graded.custom is None and self.graded.metric != "prob"
         scores = dict.fromkeys(self._tokens, 0.0)
         if not linear:
@@ -203,13 +203,13 @@ class GradedAnswer:
 
 
 class Candidates(GradedAnswer):
-    """The cells that a study estimates, and the two prompts, aligned, with the graded tokens. A cell's number is its
-    index in the flat array of estimates.
+    """A study's cells, its two aligned prompts, and the graded tokens. A cell's number is its index in the flattened
+    estimates.
 
-    result: of the study · fields: of the result, beside those of `Proposal`
+    result: the study's result class · fields: its fields beyond `Proposal`'s
     ids: token ids of the clean and the corrupt prompt · tokens: their texts · columns: the aligned positions ·
     clean_at, corrupt_at: the same positions as arrays · clean, corrupt: rows and gradients of both runs
-    sources: prompts that are captured for exact patches: the clean one, or (2) both
+    sources: number of prompts captured for exact patches: 1 (the clean prompt) or 2 (both)
     """
 
     result: type[Proposal]
@@ -233,15 +233,15 @@ class Candidates(GradedAnswer):
         self.clean_at, self.corrupt_at = (np.array(side) for side in zip(*pairs, strict=True))
 
     def estimates(self, steps: int) -> np.ndarray:
-        """The estimate of every cell; NaN if it does not exist."""
+        """Return the estimate of every cell; NaN for cells that do not exist."""
         raise NotImplementedError
 
     def sites(self, number: int) -> list[Site]:
-        """The sites of the source runs that an exact patch of a cell reads."""
+        """Return the source runs' sites that a cell's exact patch reads."""
         raise NotImplementedError
 
     def edit(self, number: int, runs: list[Run]) -> Replace:
-        """The exact patch of a cell."""
+        """Return a cell's exact patch."""
         raise NotImplementedError
 
     def read(self, points: Sequence[int]) -> None:
@@ -251,12 +251,12 @@ class Candidates(GradedAnswer):
         self.clean, self.corrupt = (self.gradients(ids, self._points) for ids in self.ids)
 
     def difference(self, point: int) -> np.ndarray:
-        """Clean − corrupt at a point, at the aligned positions."""
+        """Return clean − corrupt at a point, at the aligned positions."""
         return self.clean.rows[point][self.clean_at] - self.corrupt.rows[point][self.corrupt_at]
 
     def along(self, steps: int) -> Iterator[Gradients]:
         """Yield the corrupt run, or `steps` runs at the midpoints of equal steps from the corrupt prompt's first stream
-        to the clean one's."""
+        to the clean prompt's."""
         if not steps:
             yield self.corrupt
         begin = self.corrupt.rows[self._first]

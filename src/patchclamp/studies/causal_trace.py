@@ -35,7 +35,7 @@ TIMES = 3.0  # standard deviations of the subjects' embeddings
 class CausalTrace(PromptGrid):
     """Noise the subject, restore every site, layer and token, and show where the answer comes back: a causal trace.
 
-    Values are means over the noise seeds; `each` of the result has the single values, prompts first, then seeds. The
+    Values are means over the noise seeds; the result's `each` has one value per prompt and seed, prompts first. The
     interval and the p-values are over prompts; for a single prompt the interval is over its seeds.
 
     Raises: `TokensError` for a subject that is not in its prompt, `ProgramError` for a wrong argument, and the error of
@@ -82,7 +82,7 @@ causal_trace: Callable[..., CausalTraceResult] = CausalTrace.short_form("causal_
 
 
 class _TracePlan(GridPlan):
-    """The corrupt runs are the clean prompt with the subject noised, once per seed."""
+    """A grid whose corrupt runs are the clean prompt with the subject noised, once per seed."""
 
     def run(self, cells: Cells, listener: GridListener | None) -> Sweep:
         subjects, std = self.settings["subjects"], self.settings["std"]
@@ -95,7 +95,7 @@ class _TracePlan(GridPlan):
         return (Noise(self.std, at="embed", tokens=tokens, seed=self.settings["seeds"][repeat]),)
 
     def _embedding_std(self) -> float:
-        """The standard deviation over all entries of the subject tokens' embeddings."""
+        """Return the standard deviation over all entries of the subject tokens' embeddings."""
         runs = captured_runs(self.lm, [case.clean.ids for case in self.cases], [Site("embed")])
         rows = [np.asarray(run["embed"], np.float64)[list(subject)]
                 for run, subject in zip(runs, self.settings["subjects"], strict=True)]  # fmt: skip
@@ -105,7 +105,7 @@ class _TracePlan(GridPlan):
 
 
 def _selection(subject: Any, path: str) -> Any:
-    """A selection; text that does not parse as one is a span."""
+    """Return a selection; text that does not parse as a selection is a span."""
     if not isinstance(subject, str):
         return subject
     with contextlib.suppress(PatchclampError):

@@ -1,8 +1,8 @@
 """Direct logit attribution: how much does each layer, head and neuron add to the answer's logit by itself?
 
 The last stream is a sum of the contributions of the embedding, every attention and every MLP. With the final norm
-frozen at the scale it had in that run, the logits are a sum over the same parts. The indirect effect of a part through
-later layers is not included.
+frozen at its scale in that run, the logits are a sum over the same parts. The indirect effect of a part through later
+layers is not included.
 
 Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; Wang et al. 2022 (arXiv:2211.00593),
 section 3.1, with the norm's scale frozen as in its appendix A.
@@ -66,14 +66,14 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
     neuron_biases: np.ndarray
 
     def share(self, part: str) -> float:
-        """The contribution of a part, averaged over the prompts: "embed", "mlp_out[3]", "z[9, 6]", "neurons[3, 17]"."""
+        """Return a part's mean contribution over the prompts: "embed", "mlp_out[3]", "z[9, 6]", "neurons[3, 17]"."""
         found = next((share for share in self.ranked() if share.part == part), None)
         if found is None:
             raise unknown("part", part, [share.part for share in self.ranked()][:2000], "part")
         return found.value
 
     def ranked(self, kind: str = "") -> list[Share]:
-        """Parts by absolute contribution, largest first: all, or those of one `kind`: "attn_out", "z", "neurons"."""
+        """Return parts by absolute contribution, largest first: all, or only one `kind`: "attn_out", "z", "neurons"."""
         shares = list(zip(self.parts, self.shares.mean(0).tolist(), strict=True))
         for name, grid in (("z", self.heads), ("neurons", self.neurons)):
             mean = grid.mean(0)
@@ -83,7 +83,7 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return sorted(chosen, key=lambda share: -abs(share.value))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per part: its kind, layer, index and contribution, with the standard deviation over the prompts."""
+        """Return one row per part: kind, layer, index and contribution, with its standard deviation over prompts."""
         import pandas
 
         rows = [_row(part, self.shares[:, c]) for c, part in enumerate(self.parts)]
@@ -93,7 +93,7 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame(rows)
 
     def picture(self) -> TokenGrid:
-        """Plot data: a panel of heads, one of layers, and a table of the largest parts."""
+        """Return plot data: a panel of heads, one of layers, and a table of the largest parts."""
         what = self._quantity()
         panels = [self._heads()] if self.heads.shape[2] else []
         mean = float(self.logit_diffs.mean())
@@ -156,7 +156,7 @@ WITHIN: dict[str, Word] = {"head": "z", "neuron": "neurons"}
 
 
 class DirectAttribution(Study):
-    """Show what each part of the model adds to an answer's logit directly, with the final norm frozen at its scale.
+    """Show each part's direct contribution to an answer's logit, with the final norm frozen at its scale.
 
     Raises: `ModelError` if the weights do not reproduce a part of the model, `TokensError` for an answer of several
     tokens, and the error of any run.
@@ -205,7 +205,7 @@ class DirectAttribution(Study):
         if unembedding.bias_V is not None:
             biases_N = biases_N + difference(unembedding.bias_V)
         biases_N = biases_N * unembedding.scale
-        towards_ND = unembedding.norm.pulled(directions_ND * unembedding.scale, last_ND)  # of the stream
+        towards_ND = unembedding.norm.pulled(directions_ND * unembedding.scale, last_ND)  # directions in the stream
         shares = {part: (rows_ND * towards_ND).sum(-1) for part, rows_ND in parts.items()} | {"bias": biases_N}
         totals_N, shares_NC = (last_ND * towards_ND).sum(-1) + biases_N, torch.stack(list(shares.values()), 1)
         heads, head_biases = _within(lm, "z", inner, rows, towards_ND)
@@ -232,7 +232,7 @@ LastRows = Callable[[Site], "torch.Tensor"]
 
 
 def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
-    """The contributions of the embedding, positions, every attention and every MLP to the last stream, [N, D] each.
+    """Return the contributions of the embedding, positions, attentions and MLPs to the last stream, [N, D] each.
 
     Raises: `ModelError` if they do not add up to the stream.
     """
@@ -255,8 +255,8 @@ def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
 def _within(
     lm: LM, word: Word, asked: list[Word], rows: LastRows, towards_ND: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The contribution of each head or neuron of each layer, [N, L, heads or neurons], and of their biases, [N, L]; NaN
-    in layers without them."""
+    """Return the contributions of each layer's heads or neurons, [N, L, heads or neurons], and biases, [N, L]; NaN in
+    layers without any."""
     shape = len(towards_ND), lm.model.layers
     count, size = (lm.sites.parts(word) or (0, 1)) if word in asked else (0, 1)
     shares, rest = np.full((*shape, count), np.nan, np.float32), np.full(shape, np.nan, np.float32)
@@ -271,6 +271,6 @@ def _within(
 
 
 def _each(lm: LM, tokens: Any, count: int, path: str) -> list[int]:
-    """The token ids for all prompts, from one token or from one per prompt."""
+    """Return one token id per prompt, from a shared token or a list."""
     paths = [f"{path}[{i}]" if isinstance(tokens, (list, tuple)) else path for i in range(count)]
     return [single_token(lm, *one) for one in zip(one_each(tokens, count, path), paths, strict=True)]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Edge(PublicStruct, frozen=True):
-    """An edge: the output of one part, as read by another."""
+    """An edge: one part's output, as read by another part."""
 
     sender: str
     receiver: str
@@ -43,12 +43,12 @@ class Edge(PublicStruct, frozen=True):
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Its sender and its receiver."""
+        """The edge's sender and its receiver."""
         return self.sender, self.receiver
 
 
 class EdgeAttributionResult(Proposal[Edge], frozen=True, eq=False, kw_only=True):
-    """Arrays are [R, S], summed over positions; NaN if the sender does not come before the receiver.
+    """Effects of edges, [R, S], summed over positions; NaN unless the sender comes before the receiver.
 
     senders: "resid_pre[0]" (the embedding), "attn_out[0]", "mlp_out[0]", … · receivers: "attn_in[0]", "mlp_in[0]", …,
     "resid_post[L-1]" (the input of the logits)
@@ -67,14 +67,14 @@ class EdgeAttributionResult(Proposal[Edge], frozen=True, eq=False, kw_only=True)
         return Edge(self.senders[s], self.receivers[r], float(self.estimates[r, s]), None if np.isnan(exact) else exact)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per edge: sender, receiver, estimate and exact effect."""
+        """Return one row per edge: sender, receiver, estimate and exact effect."""
         import pandas
 
         numbers = np.flatnonzero(np.isfinite(self.estimates)).tolist()
         return pandas.DataFrame([msgspec.structs.asdict(self.at(number)) for number in numbers])
 
     def panels(self) -> Iterator[GridPanel]:
-        """Senders across, receivers up."""
+        """Yield a panel with senders across and receivers up."""
         yield GridPanel(
             name="effect of the edge", row_name="receiver", column_name="sender", rows=self.receivers,
             columns=self.senders, values=self.estimates, centre=0.0, **self.marks(self.exact),
@@ -88,7 +88,7 @@ class EdgeAttributionResult(Proposal[Edge], frozen=True, eq=False, kw_only=True)
 
 
 class EdgeEnd(msgspec.Struct, frozen=True):
-    """A sender, or the input of a receiver. Senders of a lower `order` are computed before a receiver and reach it.
+    """A sender, or a receiver's input. A sender reaches all receivers of a higher `order`.
 
     stream: the receiver's stream before its norm, if it has one
     """
@@ -99,7 +99,7 @@ class EdgeEnd(msgspec.Struct, frozen=True):
 
 
 class _EdgeCandidates(Candidates):
-    """A cell is a (receiver, sender) pair."""
+    """Candidates whose cells are (receiver, sender) pairs."""
 
     result = EdgeAttributionResult
     sources = 2
@@ -135,7 +135,7 @@ class _EdgeCandidates(Candidates):
         return [self._receivers[r].stream or self._receivers[r].site, self._senders[s].site]
 
     def edit(self, number: int, runs: list[Run]) -> Replace:
-        """Give the receiver the corrupt stream with the sender's clean part in it."""
+        """Return an edit that gives the receiver the corrupt stream with the sender's clean output in it."""
         import torch
 
         r, s = divmod(number, len(self._senders))
@@ -150,8 +150,8 @@ class _EdgeCandidates(Candidates):
 
 
 def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
-    """Senders and receivers in the order of computation. Raises `UnsupportedSite` for a model that changes the stream
-    between them."""
+    """Return senders and receivers in the order of computation. Raises `UnsupportedSite` for a model that changes the
+    stream between them."""
     family = lm.sites.family
     if family.afterwards:
         raise UnsupportedSite(
@@ -172,7 +172,7 @@ def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
 
 
 def _norm(lm: LM, part: EdgeEnd, rows: dict[Site, np.ndarray]) -> Norm | None:
-    """The norm through which a receiver reads its stream."""
+    """Return the norm through which a receiver reads its stream."""
     import torch
 
     if part.stream is None:
@@ -184,7 +184,7 @@ def _norm(lm: LM, part: EdgeEnd, rows: dict[Site, np.ndarray]) -> Norm | None:
 
 
 def _before(norm: Norm, slope_TD: np.ndarray, rows_TD: np.ndarray) -> np.ndarray:
-    """The gradient before a norm, from the gradient after it."""
+    """Return the gradient before a norm, given the gradient after it."""
     import torch
 
     with torch.enable_grad():
@@ -205,7 +205,7 @@ class EdgeAttribution(GradientStudy):
     Parts are the embedding, attentions, MLPs and the logits. `run(lm, on=...)` patches on another `LM`.
 
     Raises: `EngineError` for an engine without gradients, `ModelError` for a norm that its weights do not reproduce,
-    `UnsupportedSite` for models whose attention or MLP has no norm of its own before it, and the error of any run.
+    `UnsupportedSite` for models without a separate norm before attention or MLP, and the error of any run.
     """
 
     command = "edges"

@@ -1,7 +1,7 @@
 """The edge sweep: which attention edges does an answer depend on?
 
-A prompt is run many times. Each run knocks out one cell: in a window of layers, some queries do not attend to some
-keys. If the answer suffers, it needed what these layers moved from the keys to the queries.
+A prompt is run many times. Each run knocks out one cell: in a window of layers, its queries cannot attend to its keys.
+If the answer suffers, it needed information that these layers moved from the keys to the queries.
 
 Source: attention knockout, Geva et al. 2023 (arXiv:2304.14767), section 5, with windows of 9 to 11 layers.
 """
@@ -23,8 +23,8 @@ from patchclamp.studies.sweep_result import Sweep
 
 
 class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
-    """An edge sweep: edges of attention in a prompt's run are knocked out (`edge_sweep`). `corrupt` is None; `clean` of
-    a column has its queries, `corrupt` its keys."""
+    """An edge sweep: attention edges in a prompt's run are knocked out (`edge_sweep`). `corrupt` is None; a column's
+    `clean` has its queries, its `corrupt` the keys."""
 
     done: ClassVar[str] = "Knocking out edges of attention"
     cell: ClassVar[str] = "the run with some edges knocked out"
@@ -35,9 +35,9 @@ class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
 class EdgeSweep(PromptGrid):
     """Knock out attention from queries to keys, by layers and heads, and show where the answer suffers.
 
-    A cell is a window of layers, all heads or a group of them, some keys, and some queries: those that see a key of the
-    cell, and another one (`clean` of its column). `skipped` has the queries of no cell. Effects are measured against
-    the run without a knockout.
+    A cell is a window of layers, all heads or a group of heads, keys, and queries (its column's `clean`). Its queries
+    see at least one of its keys and one other key; `skipped` lists queries that belong to no cell. Effects are relative
+    to the unedited run.
 
     Raises: `ProgramError` for a wrong argument, `TokensError` for an empty selection, and the error of any run.
     """
@@ -70,7 +70,7 @@ class EdgeSweep(PromptGrid):
                          seed=self.seed, verb="knocking out")  # fmt: skip
 
     def _columns(self, lm: LM, words: Words, number: int, count: int) -> tuple[dict[tuple[int, int], Column], set[int]]:
-        """The columns of a prompt by (query, key) selection number, and the queries in none of them."""
+        """Return a prompt's columns by (query, key) selection index, and the queries in no column."""
         keys = inputs.columns_of(lm, words, range(len(words.ids)), self.positions, number, count,
                                  lambda label, at, _: Column(label, (), at))  # fmt: skip
         listed = list(self.queries) if isinstance(self.queries, (list, tuple)) else [self.queries]
@@ -91,7 +91,7 @@ edge_sweep: Callable[..., EdgeSweepResult] = EdgeSweep.short_form("edge_sweep")
 
 
 class _EdgePlan(GridPlan):
-    """A cell's queries are on the written side, its keys on the other."""
+    """A grid whose cells have their queries on the written side and their keys on the other."""
 
     def writers(self, group: Sequence[int], until: object) -> list[Callable[..., sources.CellWriter]]:
         return [lambda places: _KnockoutWriter(self.mixing, None)] * len(group)

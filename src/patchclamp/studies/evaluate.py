@@ -1,8 +1,8 @@
-"""Evaluate variants of a model (programs) on questions: the scores of each, and their differences from the first, in
-one batch.
+"""Evaluate variants of a model (programs) on questions, in one batch: each variant's scores, and its differences from
+the first.
 
-A choice's score is its log-probability after the prompt (teacher forcing), and the answer of a variant is the choice
-with the largest. Prompt and choice are tokenised together, as in lm-evaluation-harness. Differences are paired by
+A choice's score is its log-probability after the prompt (teacher forcing), and a variant's answer is the choice with
+the highest score. Prompt and choice are tokenised together, as in lm-evaluation-harness. Differences are paired by
 question, with bootstrap intervals over questions (Efron and Tibshirani 1993, chapter 13).
 
 M metrics · V variants · N samples
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 METRICS = ("acc", "acc_norm", "logprob")
 RESAMPLES = 2000
-LEVEL = 95  # percent, of the intervals
+LEVEL = 95  # percent
 FEWSHOT_SEED = 1234  # the default of lm-evaluation-harness
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question. answer: the index of the correct choice, or its text; without choices, the only text scored."""
+    """A question. answer: index or text of the correct choice; without choices, the only scored text."""
 
     prompt: str
     answer: int | str
@@ -55,7 +55,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def samples_in(file: str) -> list[Any]:
-    """The lines of a file, each the JSON object of a `Sample`, or the questions of a task of lm-evaluation-harness."""
+    """Return a file's lines, each a `Sample` as JSON, or the questions of an lm-evaluation-harness task."""
     if not Path(file).suffix and not Path(file).is_file():
         return _task_samples(file)
     found = []
@@ -68,8 +68,8 @@ def samples_in(file: str) -> list[Any]:
 
 
 def _task_samples(name: str) -> list[dict[str, Any]]:
-    """The questions of a multiple-choice task, with the few-shot examples that `lm_eval` draws. The delimiter before a
-    choice is part of the prompt, because lm-evaluation-harness leaves it out of the choice's length."""
+    """Return a multiple-choice task's questions, with the few-shot examples that `lm_eval` draws. The delimiter before
+    a choice is part of the prompt, because lm-evaluation-harness leaves it out of the choice's length."""
     try:
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -133,7 +133,7 @@ def _variants(value: Any, path: str) -> dict[str, Program]:
 
 class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`values` [M, V, N]: the score of each sample: `acc` (1 if the likeliest choice is correct), `acc_norm` (the same,
-    with log-probabilities divided by the choices' lengths in characters), `logprob` (of the correct choice, in nats).
+    with log-probabilities divided by the choices' lengths in characters), `logprob` (the correct choice's, in nats).
     `intervals` [M, V, 2]: 95 % intervals of the mean difference from the first variant."""
 
     metrics: tuple[str, ...]
@@ -143,7 +143,7 @@ class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
     intervals: np.ndarray
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per variant and metric: the mean, its difference from the first variant, and the interval's ends."""
+        """Return one row per variant and metric: mean, difference from the first variant, and interval bounds."""
         import pandas
 
         means = self.values.mean(-1)
@@ -154,7 +154,7 @@ class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Plot data: the mean differences from the first variant, with its means and the intervals as text."""
+        """Return plot data: the mean differences from the first variant, with its means and the intervals as text."""
         means_MV = self.values.mean(-1)
         texts = [tuple(
             f"{style.number(means_MV[m, v])} ({style.signed(low)} … {style.signed(high)})"
@@ -230,7 +230,7 @@ class Evaluate(Study):
 
 
 def _tokens(lm: LM, prompt: str, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens of a prompt and of its continuation, tokenised together; spaces between them belong to the latter."""
+    """Tokenise a prompt and its continuation together; spaces between them belong to the continuation."""
     before = prompt.rstrip()
     count = len(lm.tokenizer.encode(before))
     ids = lm.tokenizer.encode(prompt + text)
@@ -240,7 +240,7 @@ def _tokens(lm: LM, prompt: str, text: str) -> tuple[tuple[int, ...], tuple[int,
 
 
 def _scores(sample: Sample, logprobs: Sequence[float]) -> tuple[float, float, float]:
-    """The sample's value of each metric, from its texts' log-probabilities."""
+    """Return the sample's value of each metric, given its texts' log-probabilities."""
     by_length = [logprob / max(len(text), 1) for logprob, text in zip(logprobs, sample.texts, strict=True)]
     right = [float(np.argmax(each) == sample.right) for each in (logprobs, by_length)]
     return right[0], right[1], logprobs[sample.right if sample.choices else 0]

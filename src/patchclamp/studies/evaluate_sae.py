@@ -3,8 +3,8 @@ its features are.
 
     loss recovered = (CE of the ablated model − CE with the SAE) / (CE of the ablated model − CE of the model)
 
-CE is the mean negative log-probability of the prompts' own tokens, in nats. With the SAE, every row is its
-reconstruction; ablated, it is zero, or the data set's mean. 1 is a perfect SAE, 0 one that is no better than ablation.
+CE is the mean negative log-probability of the prompts' own tokens, in nats. With the SAE, every row is replaced by its
+reconstruction; ablated, by zero or the data set's mean. 1 is a perfect SAE, 0 is no better than ablation.
 Source: Bricken et al. 2023, "Towards monosemanticity"; on its weaknesses, Rajamanoharan et al. 2024 (arXiv:2404.16014).
 
 P prompts · F features · D width of the row that the SAE writes
@@ -35,10 +35,10 @@ ROWS = 512  # encoded at a time
 
 
 class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`losses` [P, 3]: mean negative log-probability of a prompt's tokens but the first, in nats: of the model, with
-    the SAE, and ablated; `predicted` [P]: the number of these tokens. `l0` [P]: mean number of active features of a
-    row. `rows` [P]: the number of encoded rows; `error`, `variance` [P]: Σ |row − reconstruction|² and Σ |row − mean|²
-    over them, with the mean over all prompts. `density` [F]: the share of all rows where a feature is active.
+    """`losses` [P, 3]: mean negative log-probability of a prompt's tokens except the first, in nats: unedited, with the
+    SAE, and ablated; `predicted` [P]: the number of these tokens. `l0` [P]: mean number of active features per row.
+    `rows` [P]: the number of encoded rows; `error`, `variance` [P]: Σ |row − reconstruction|² and Σ |row − mean|² over
+    encoded rows, with the mean over all prompts. `density` [F]: the share of all rows where a feature is active.
     """
 
     sae: str
@@ -54,8 +54,8 @@ class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def totals(self) -> dict[str, float]:
-        """The measures over all tokens of all prompts: `loss`, `loss_sae`, `loss_ablated`, `loss_recovered`, `l0`,
-        `explained` (the fraction of variance) and `dead` (the fraction of features that are never active)."""
+        """Measures over all prompts' tokens: `loss`, `loss_sae`, `loss_ablated`, `loss_recovered`, `l0`, `explained`
+        (the fraction of variance) and `dead` (the fraction of features that are never active)."""
         loss, with_sae, ablated = np.average(self.losses, axis=0, weights=self.predicted).tolist()
         return {
             "loss": loss, "loss_sae": with_sae, "loss_ablated": ablated,
@@ -65,7 +65,7 @@ class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
         }  # fmt: skip
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per prompt, with the measures of `totals`."""
+        """Return one row per prompt, with the same measures as `totals`."""
         import pandas
 
         loss, with_sae, ablated = self.losses.T
@@ -76,7 +76,7 @@ class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
         })  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Plot data: loss recovered, L0 and explained variance of the first prompts."""
+        """Return plot data: loss recovered, L0 and explained variance of the first prompts."""
         frame = self.to_frame().iloc[:SHOWN]
         totals = ", ".join(f"{name.replace('_', ' ')} {style.number(value)}" for name, value in self.totals.items())
         return TokenGrid(

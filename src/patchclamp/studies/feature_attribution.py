@@ -1,9 +1,9 @@
 """Feature attribution: which features of a sparse autoencoder does an answer need?
 
 A prompt's active features are ablated one by one: each becomes 0, and the SAE's reconstruction error is kept. The
-effect is the metric of the unedited run minus that of the ablated one. To first order it is f · (∂m/∂h · d), for a
-feature with value f and decoder row d, so one gradient estimates all effects. The largest are verified exactly. The
-faithfulness of n features is the share of the metric that they keep when all other active features are ablated.
+effect is the unedited run's metric minus the ablated run's. To first order it is f · (∂m/∂h · d), for a feature with
+value f and decoder row d, so one gradient estimates all effects. The largest are verified exactly. The faithfulness of
+n features is the share of the metric that remains when all other active features are ablated.
 
 Source: Marks et al. 2024, "Sparse feature circuits" (arXiv:2403.19647), with ablation to 0; Nanda 2023, "Attribution
 patching: activation patching at industrial scale".
@@ -36,12 +36,12 @@ Cell = tuple[int, tuple[int, ...]]  # a feature, and the positions where it is a
 
 
 class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`features`, `positions` [C]: of the cells, with position −1 for a feature at all tokens; `values` [C]: its
-    largest value there. `estimates`, `exact` [C]: the effect of the feature on the metric, from the gradient and from
-    an ablation; NaN if not computed. `active` [N, 2], `active_values` [N]: position and feature of active features.
+    """`features`, `positions` [C]: each cell's feature and position, −1 for all tokens; `values` [C]: the feature's
+    largest value there. `estimates`, `exact` [C]: its effect on the metric, from the gradient and from an ablation; NaN
+    if not computed. `active` [N, 2], `active_values` [N]: active features as (position, id), and their values.
 
-    kept [K]: the metric when only the `sizes` [K] best cells are kept, by the estimates if there are any
-    clean: of the unedited run · noise_floor: difference of two unedited runs · verified_on: what ran the ablations
+    kept [K]: the metric with only the `sizes` [K] best cells kept, ranked by estimates if available
+    clean: the unedited metric · noise_floor: its difference between two runs · verified_on: engine of the ablations
     """
 
     sae: str
@@ -68,7 +68,7 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
         return (self.kept - self.kept[0]) / (self.clean - self.kept[0])
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per cell, largest effects first: feature, position, value, estimate, exact effect."""
+        """Return one row per cell, largest effects first: feature, position, value, estimate, exact effect."""
         import pandas
 
         frame = pandas.DataFrame({"feature": self.features, "position": self.positions, "value": self.values,
@@ -77,8 +77,8 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
         return frame.iloc[np.argsort(-effect.abs().to_numpy(), kind="stable")].reset_index(drop=True)
 
     def picture(self) -> TokenGrid:
-        """Plot data: the values of the best features at the prompt's tokens, the faithfulness of the n best cells, and
-        a table of these."""
+        """Return plot data: the values of the best features at the prompt's tokens, the faithfulness of the n best
+        cells, and a table of these cells."""
         frame, tokens = self.to_frame().iloc[:SHOWN], tuple(map(style.visible, self.prompt_tokens))
         best = list(dict.fromkeys(frame["feature"].tolist()))[::-1]
         values = np.full((len(best), len(tokens)), np.nan)
@@ -110,7 +110,7 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
 
 
 class FeatureAttribution(Study):
-    """Estimate what every active feature adds to an answer (on Transformers), and ablate the best ones exactly.
+    """Estimate every active feature's effect on an answer (on Transformers), and ablate the best ones exactly.
 
     Without `estimate` it is an ablation sweep of all active features, on any engine. `run(lm, on=...)` ablates on
     another engine.
@@ -187,7 +187,7 @@ class FeatureAttribution(Study):
                 estimates = shares_TF[which, numbers] if self.by_token else shares_TF.sum(0)[np.unique(numbers)]
             verified = np.argsort(-np.abs(estimates), kind="stable")[: self.verify if self.estimate else None]
             sizes = np.array([0, *(1 << i for i in range((len(cells) - 1).bit_length())), len(cells)])
-            with progress("ablating", len(verified) + 2 + len(sizes), show_progress) as advance:  # 2: unedited
+            with progress("ablating", len(verified) + 2 + len(sizes), show_progress) as advance:  # 2 unedited runs
 
                 def graded(programs: list[list[Op]]) -> np.ndarray:
                     job = serving.grade_job(ids, programs, metric.graded.scores)
@@ -217,7 +217,7 @@ feature_attribution: Callable[..., FeatureAttributionResult] = FeatureAttributio
 
 
 def _ablation(name: str, cells: Sequence[Cell]) -> list[Op]:
-    """The edits that ablate some cells: one per set of positions, because an edit reads the values before it."""
+    """Return edits that ablate `cells`: one per set of positions, because each edit encodes the current row."""
     by_positions: dict[tuple[int, ...], list[int]] = {}
     for feature, positions in cells:
         by_positions.setdefault(positions, []).append(feature)

@@ -1,4 +1,4 @@
-"""Fit translators for `pc.Lens` and `logit_lens`: affine maps of each layer's rows towards the last layer's.
+"""Fit translators for `pc.Lens` and `logit_lens`: affine maps from each layer's rows to the last layer's.
 
 A tuned lens is trained: A and b minimise the KL divergence of the layer's prediction from the model's own. A Jacobian
 lens is computed: A is the average Jacobian of the last stream with respect to the layer's, and b is 0.
@@ -42,12 +42,12 @@ Kind = Literal["tuned", "jacobian"]
 
 
 class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """Translators of the `layers` of a `site`, and how far their predictions are from the model's own.
+    """Translators for a `site` at `layers`, and the divergence of their predictions from the model's.
 
     matrix [L, D, D], bias [L, D]: the row h is read as A h + b
-    kl, plain_kl [L]: the mean KL divergence of the lens from the model, in nats, with translators and without, over the
-        rows of prompts that were held out
-    agreement, plain_agreement [L]: the share of these rows whose likeliest token is the model's
+    kl, plain_kl [L]: mean KL divergence of the lens from the model, in nats, with and without translators, over the
+        rows of held-out prompts
+    agreement, plain_agreement [L]: the share of these rows whose likeliest token matches the model's
     rows: the number of held-out rows
     """
 
@@ -68,14 +68,14 @@ class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return {layer: (self.matrix[i], self.bias[i]) for i, layer in enumerate(self.layers)}
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per layer: KL and top-1 agreement, with translators and without."""
+        """Return one row per layer: KL and top-1 agreement, with and without translators."""
         import pandas
 
         names = ("kl", "plain_kl", "agreement", "plain_agreement")
         return pandas.DataFrame({"layer": self.layers, **{name: getattr(self, name) for name in names}})
 
     def picture(self) -> Curves:
-        """Plot data: KL and agreement by layer, with translators and without."""
+        """Return plot data: KL and agreement by layer, with and without translators."""
         layers = np.array(self.layers, np.float64)
         charts = (
             Chart("KL divergence from the model", "nats", (Curve(f"{self.kind} lens", layers, self.kl),
@@ -110,10 +110,10 @@ def _share(share: Any, path: str) -> float:
 class FitLens(Study):
     """Fit a tuned lens or a Jacobian lens on prompts, and measure it on held-out prompts.
 
-    A tuned lens needs only rows, which any engine provides; each step captures those of some prompts. A Jacobian lens
-    needs `engine="transformers"`, and D backward passes for each prompt, in batches. Its Jacobian is that of the last
-    stream, summed over tokens, with respect to one token's row, averaged over tokens and then prompts: effects on later
-    tokens count. The last layer of resid_post is not translated.
+    A tuned lens needs only rows, which any engine provides; each step captures a batch of prompts. A Jacobian lens
+    needs `engine="transformers"`, and D backward passes for each prompt, in batches. It differentiates the last stream,
+    summed over tokens, by one token's row, and averages over tokens and then prompts: effects on later tokens count.
+    The last layer of resid_post is not translated.
 
     Raises: `EngineError` for a Jacobian lens on another engine, `ModelError` if the model's norm and unembedding do not
     reproduce its logits, and the error of any run.
@@ -174,18 +174,18 @@ fit_lens: Callable[..., FitLensResult] = FitLens.short_form("fit_lens")
 
 
 class _Fit:
-    """A fit of the `layers` of a `site` to prompts."""
+    """Fits lenses for a `site` at `layers` to prompts."""
 
     def __init__(
         self, lm: LM, study: FitLens, site: str, layers: list[int], prompts: list[inputs.EncodedPrompt]
     ) -> None:
         self._lm, self._study, self.prompts = lm, study, prompts
         self._tokens, self._sites = read_tokens(study.tokens, "tokens"), [Site(site, layer) for layer in layers]
-        self._device = getattr(lm.engine, "device", "cpu")  # of a Transformers model in this process
+        self._device = getattr(lm.engine, "device", "cpu")  # a Transformers model in this process has one
         self._unembedding: Unembedding = _moved(FromWeights(lm, list(prompts[0].ids)).unembedding, self._device)
 
     def tuned(self, draws: np.random.Generator, advance: Callable[[int], None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The trained A [L, D, D] and b [L, D], from A = 1 and b = 0."""
+        """Train and return A [L, D, D] and b [L, D], starting from A = 1 and b = 0."""
         import torch
 
         width, steps, end = self._lm.model.d_model, self._study.steps, self._points([LAST])
@@ -205,7 +205,7 @@ class _Fit:
         return torch.eye(width, device=self._device) + change_LDD.detach(), bias_LD.detach()
 
     def jacobian(self, advance: Callable[[int], None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The averaged Jacobians [L, D, D], and no bias."""
+        """Return the averaged Jacobians [L, D, D], and zero biases [L, D]."""
         import torch
 
         points, width = self._points(self._sites), self._lm.model.d_model
@@ -223,7 +223,7 @@ class _Fit:
     def measured(
         self, test: list[inputs.EncodedPrompt], matrix_LDD: torch.Tensor, bias_LD: torch.Tensor
     ) -> tuple[np.ndarray, int]:
-        """`MEASURED` [4, L] on held-out prompts, and the number of their rows."""
+        """Return `MEASURED` [4, L] on held-out prompts, and their number of rows."""
         import torch
 
         sums, count = np.zeros((len(MEASURED), len(self._sites))), 0
@@ -239,8 +239,8 @@ class _Fit:
         return sums / count, count
 
     def _read(self, part: Sequence[inputs.EncodedPrompt]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], float]]:
-        """Yield the model's log-probabilities [n, V] and the sites' rows [n, D], a few tokens at a time, with the share
-        of all tokens."""
+        """Yield the model's log-probabilities [n, V] and the sites' rows [n, D], a few tokens at a time, with their
+        share of all tokens."""
         import torch
 
         sites = [*self._sites, Site(LAST.name, self._lm.model.layers - 1)]
@@ -262,7 +262,7 @@ class _Fit:
         return self._unembedding(rows_ND).log_softmax(-1)
 
     def _batches(self, draws: np.random.Generator) -> Iterator[list[inputs.EncodedPrompt]]:
-        """Yield the prompts of each step: all of them in random order, repeated."""
+        """Yield the prompts of each step: repeated passes over all prompts, in random order."""
         while True:
             yield from parts([self.prompts[i] for i in draws.permutation(len(self.prompts))], self._study.step_prompts)
 
@@ -274,19 +274,19 @@ MEASURED = ("kl", "plain_kl", "agreement", "plain_agreement")
 
 
 def kl(model_NV: torch.Tensor, lens_NV: torch.Tensor) -> torch.Tensor:
-    """The KL divergence [N] of a lens from the model, from log-probabilities, in nats."""
+    """Return the KL divergence [N] of a lens from the model, in nats, given log-probabilities."""
     return (model_NV.exp() * (model_NV - lens_NV)).sum(-1)
 
 
 def _moved(of: Any, device: Any) -> Any:
-    """A struct with its tensors on a device."""
+    """Return a struct with its tensors moved to a device."""
     if isinstance(of, msgspec.Struct):
         return type(of)(*(_moved(getattr(of, name), device) for name in of.__struct_fields__))
     return of.to(device) if hasattr(of, "to") else of
 
 
 class LensFile(NamedTuple):
-    """The translators of a `site` in a file of another package, for `pc.Lens` and `logit_lens`."""
+    """Translators for a `site` from another package's file, for `pc.Lens` and `logit_lens`."""
 
     site: str
     translators: tuple[Translator, ...]
@@ -294,11 +294,11 @@ class LensFile(NamedTuple):
 
 @inputs.checked
 def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_pre"] = "resid_post") -> LensFile:
-    """Read translators for `pc.Lens` and `logit_lens` from a file of another package, or from its folder: `params.pt`
-    of tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` are passed by path instead.
+    """Read translators for `pc.Lens` and `logit_lens` from another package's file or its folder: `params.pt` of
+    tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` are passed by path instead.
 
-    site: "resid_post" or "resid_pre", for which layers are numbered; resid_pre[l + 1] is resid_post[l]. tuned-lens has
-        translators of resid_pre[0] (the embedding) and after, without the last resid_post
+    site: "resid_post" or "resid_pre", the site that layer numbers refer to; resid_pre[l + 1] is resid_post[l].
+        tuned-lens starts at resid_pre[0] (the embedding) and lacks the last resid_post
 
     Files are read by `torch.load(weights_only=True)`, which runs no code. Raises `ProgramError` for any other file.
     """

@@ -5,9 +5,9 @@ probe that was fitted without the row's document. The returned probe is fitted o
 it where the model runs.
 
 Source: Alain and Bengio 2016 (arXiv:1610.01644); Marks and Tegmark 2023 (arXiv:2310.06824), difference of means;
-Goldowsky-Dill et al. 2025 (arXiv:2502.03407), recall at a rate of false positives.
+Goldowsky-Dill et al. 2025 (arXiv:2502.03407), recall at a false positive rate.
 
-N rows · T rows of a document · D their width · L layers · K folds
+N rows · T rows of a document · D row width · L layers · K folds
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ from patchclamp.version import __version__
 if TYPE_CHECKING:
     import pandas
 
-RATES = (0.0, 0.01, 0.02, *(n / 20 for n in range(1, 20)))  # of false positives, in the figure
+RATES = (0.0, 0.01, 0.02, *(n / 20 for n in range(1, 20)))  # false positive rates in the figure
 
 
 class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Probes at the `layers` of a `site`, and their out-of-fold log-odds of the N rows.
 
-    tokens, pool: those of the rows; tokens is "" if a harvest's filters are not a selection
-    classes: the labels of the negative and of the positive class
-    weight [L, D], bias [L]: of the log-odds w · h + b, fitted on all rows
-    log_odds [L, N]: of each row, by the probe fitted without its fold
-    fold_auroc [L, K]: of the rows of each fold
+    tokens, pool: the rows' selection and pooling; tokens is "" if a harvest's filters are not a selection
+    classes: labels of the negative and the positive class
+    weight [L, D], bias [L]: w and b of the log-odds w · h + b, fitted on all rows
+    log_odds [L, N]: each row's log-odds from the probe fitted without its fold
+    fold_auroc [L, K]: AUROC of each fold's rows
     positive [N]: True for rows of the positive class
-    document, fold [N]: of each row; identical prompts are one document
+    document, fold [N]: each row's document and fold; identical prompts are one document
     """
 
     layers: tuple[int, ...]
@@ -106,8 +106,8 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.layers[np.lexsort((self.log_loss, -self.auroc))[0]]
 
     def threshold(self, false_positive_rate: float = 0.01, layer: int | None = None) -> float:
-        """The threshold that at most this share of the negative rows exceeds, out of fold. With n negative rows, a rate
-        below 1/n gives their largest score."""
+        """Return the threshold that at most this share of negative rows exceeds, out of fold. With n negative rows, a
+        rate below 1/n gives their largest score."""
         rate = inputs.as_float(false_positive_rate, "false_positive_rate")
         if not 0 <= rate < 1:
             raise ProgramError(f"expected a rate in [0, 1), got {rate:g}", "false_positive_rate")
@@ -115,12 +115,12 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return float(sigmoid(negative[int(rate * len(negative) + 1e-9)]))
 
     def recall(self, false_positive_rate: float = 0.01, layer: int | None = None) -> float:
-        """The share of positive rows whose score exceeds the `threshold`, out of fold."""
+        """Return the share of positive rows whose score exceeds the `threshold`, out of fold."""
         scores = sigmoid(self.log_odds[self._at(layer), self.positive])
         return float((scores > self.threshold(false_positive_rate, layer)).mean())
 
     def calibration(self, layer: int | None = None, bins: int = 10) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Mean score, share of positive rows, and number of rows in the non-empty bins of the score."""
+        """Return the mean score, share of positive rows, and number of rows of each non-empty score bin."""
         scores, bins = sigmoid(self.log_odds[self._at(layer)]), inputs.check_whole(bins, "bins", 1)
         bin_N = np.minimum((scores * bins).astype(int), bins - 1)
         counts = np.bincount(bin_N, minlength=bins)
@@ -129,7 +129,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return sums[0] / counts, sums[1] / counts, counts
 
     def score(self, rows: Any, layer: int | None = None) -> np.ndarray:
-        """The probability of the positive class for further rows [..., D], by the probe fitted on all rows."""
+        """Return the probability of the positive class for new rows [..., D], from the probe fitted on all rows."""
         at, rows = self._at(layer), as_array(rows, "rows").astype(np.float64)
         if rows.shape[-1:] != self.weight.shape[1:]:
             raise ShapeError(f"expected rows [..., {self.weight.shape[1]}], got {list(rows.shape)}", "rows")
@@ -139,9 +139,9 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         self, layer: int | None = None, *, name: str = "probe", tokens: TokensLike | None = None,
         pool: str | None = "fitted",
     ) -> Probe:  # fmt: skip
-        """The probe of a layer, by default of the best one, for `lm.run(..., capture=[result.probe()])`.
+        """Return a layer's probe, by default the best layer's, for `lm.run(..., capture=[result.probe()])`.
 
-        tokens, pool: by default those it was fitted on; pool=None scores every token
+        tokens, pool: by default as in the fit; pool=None scores every token
         """
         at, pool = self._at(layer), self.pool if isinstance(pool, str) and pool == "fitted" else pool
         if tokens is None and not self.tokens and pool is not None:
@@ -151,15 +151,15 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return Probe(self.weight[at : at + 1], place, chosen, [float(self.bias[at])], "sigmoid", pool, name)
 
     def _at(self, layer: int | None) -> int:
-        """The index of a layer, by default of the best one."""
+        """Return the index of a layer, by default the best one."""
         layer = self.best if layer is None else inputs.check_whole(layer, "layer")
         if layer not in self.layers:
             raise ProgramError(f"expected one of the layers {list(self.layers)}, got {layer}", "layer")
         return self.layers.index(layer)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per layer: AUROC with its standard deviation over folds, accuracy, log loss, and recall at 1 % false
-        positives."""
+        """Return one row per layer: AUROC with its standard deviation over folds, accuracy, log loss, and recall at 1 %
+        false positives."""
         import pandas
 
         return pandas.DataFrame({
@@ -169,7 +169,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """The best layer's measures in a sentence."""
+        """A sentence with the best layer's measures."""
         at = self._at(None)
         return (
             f"{self.site}[{self.best}]: AUROC {self.auroc[at]:.3f} ± {self.fold_auroc[at].std():.3f} over "
@@ -178,7 +178,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         )
 
     def picture(self, layer: int | None = None) -> Curves:
-        """Plot data: AUROC and log loss by layer; calibration and ROC of a layer, by default of the best one."""
+        """Return plot data: AUROC and log loss by layer; calibration and ROC of a layer, by default the best one."""
         layer, folds, base = self.layers[self._at(layer)], self.fold_auroc, float(self.positive.mean())
         layers, ends, share = np.array(self.layers, np.float64), np.array([0.0, 1.0]), (-0.02, 1.02)
         scores, positive, _ = self.calibration(layer)
@@ -209,9 +209,9 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class Examples(NamedTuple):
-    """The rows of a fit, `rows(i)` [N, D] at `layers[i]`, and the label and document of each.
+    """The rows of a fit, `rows(i)` [N, D] at `layers[i]`, and each row's label and document.
 
-    tokens: their selection, "" if there is none · made: their provenance · path: of a document, by its number
+    tokens: the rows' selection, or "" · made: their provenance · path: template of a document's path
     """
 
     layers: list[int]
@@ -224,7 +224,7 @@ class Examples(NamedTuple):
 
 
 def _labels(value: Any, path: str) -> Any:
-    """The name of a column, or a list of numbers and texts."""
+    """Read a column's name, or a list of numbers and texts."""
     labels = value if isinstance(value, str) else [as_plain(one) for one in as_items(value, path)]
     for i, one in enumerate(labels if isinstance(labels, list) else ()):
         if not isinstance(one, (str, int, float)) or one != one:
@@ -233,7 +233,7 @@ def _labels(value: Any, path: str) -> Any:
 
 
 def _labels_in(text: str) -> Any:
-    """The lines of a file, or the name of a column."""
+    """Return a file's lines, or the name of a column."""
     return inputs.prompts_in(text) if Path(text).is_file() else text
 
 
@@ -251,8 +251,8 @@ def _pool(pool: Any, path: str) -> str | None:
 class FitProbe(Study):
     """Fit a linear probe of two classes at each layer, and measure it on held-out documents.
 
-    The rows are prompts' activations or those of a harvest, which is loaded one layer at a time, in fp64. Folds are
-    stratified, and keep documents whole.
+    The rows come from prompts or from a harvest, which is loaded one layer at a time, in fp64. Folds are stratified,
+    and keep documents whole.
 
     Raises: `ProgramError` for a wrong argument, and the error of any run.
     """
@@ -331,7 +331,7 @@ class FitProbe(Study):
                     weight, bias = fit_rows(self.method, rows_ND[train_N], positive_N[train_N], self.l2)
                     log_odds_LN[i, ~train_N] = rows_ND[~train_N] @ weight + bias
                     advance(1)
-                fits.append((weight, bias))  # of all rows
+                fits.append((weight, bias))  # fitted on all rows
         fold_auroc = [[auroc(of[fold_N == k], positive_N[fold_N == k]) for k in range(self.folds)]
                       for of in log_odds_LN]  # fmt: skip
         return FitProbeResult(
@@ -343,7 +343,7 @@ class FitProbe(Study):
         )  # fmt: skip
 
     def _classes(self, labels: Sequence[Any]) -> tuple[Any, Any]:
-        """The negative and the positive label."""
+        """Return the negative and the positive label."""
         found = sorted(set(labels), key=lambda one: (isinstance(one, str), one))
         texts = [str(one) for one in found]
         if len(found) != 2:
@@ -408,7 +408,7 @@ class FitProbe(Study):
         document_N = index["document"].to_numpy()
         labels = self._labels_of_rows(index, document_N)
         order_N = np.lexsort((index["position"].to_numpy(), document_N))
-        starts = np.flatnonzero(np.diff(document_N[order_N], prepend=-1))  # of documents
+        starts = np.flatnonzero(np.diff(document_N[order_N], prepend=-1))  # first row of each document
         counts = np.diff(starts, append=len(order_N))
         last = order_N[starts + counts - 1]
 
@@ -427,7 +427,7 @@ class FitProbe(Study):
         return Examples(layers, rows, labels, document_N, tokens, made, "harvest, document {}")
 
     def _labels_of_rows(self, index: Any, document_N: np.ndarray) -> list[Any]:
-        """The labels of a harvest's rows, in reading order."""
+        """Return the labels of a harvest's rows, in reading order."""
         if isinstance(self.labels, str):
             columns = [name for name in index.column_names if name not in INDEX_COLUMNS]
             if self.labels not in columns:

@@ -1,10 +1,10 @@
 """The fuzz sweep: how strong can noise in a model's activations be before its answers change, and how do they change?
 
-Every prompt is run with noise of several strengths and seeds, and each answer is compared with the run without noise.
-Agreement measures whether the answer changed, divergence how much the first token's distribution changed, perplexity
-under the unedited model whether the answer is still fluent, and a pattern whether the model refused.
+Every prompt is run with noise of several strengths and seeds, and each answer is compared with the answer without
+noise. Agreement measures whether the answer changed, divergence how much the first token's distribution changed,
+perplexity under the unedited model whether the answer is still fluent, and a pattern whether the model refused.
 
-Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets"); noise that brings out hidden
+Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets"); noise that reveals hidden
 behaviour, Tice et al. 2024 (arXiv:2412.01784).
 
 P prompts · L strengths · S seeds
@@ -89,7 +89,7 @@ REFUSAL = (
 
 
 class Fuzz(msgspec.Struct, frozen=True):
-    """The edits of a strength and a seed: at the embedding, as in `language.ops.fuzz`, or noise at given sites."""
+    """The edits for a strength and a seed: at the embedding, as in `language.ops.fuzz`, or noise at given sites."""
 
     mode: str
     at: tuple[At, ...] | None
@@ -106,7 +106,7 @@ class Fuzz(msgspec.Struct, frozen=True):
         return cls(mode, tuple(_place(site, i) for i, site in enumerate(inputs.as_sites(at, "at"))), relative)
 
     def edits(self, strength: float, seed: int) -> list[Op]:
-        """The edits that add the noise; empty at strength 0."""
+        """Return the edits that add the noise; none at strength 0."""
         if self.at is None:
             seeded = {"fuzz_seed": seed} if self.mode == "noise" else {}
             return list(fuzz({"fuzz_strength": strength, "fuzz_mode": self.mode, **seeded}))
@@ -116,7 +116,7 @@ class Fuzz(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """`noise at embed, times the row's root mean square`."""
+        """A description: `noise at embed, times the row's root mean square`."""
         if self.mode == "scale":
             return "embeddings times 1 − strength"
         places = "embed" if self.at is None else ", ".join(map(str, self.at)).replace(" @ every", "")
@@ -124,7 +124,7 @@ class Fuzz(msgspec.Struct, frozen=True):
 
 
 def _place(site: Any, number: int) -> At:
-    """Site and tokens of `at[number]`."""
+    """Return the site and tokens of `at[number]`."""
     try:
         if isinstance(site, str):
             parse_edited_site(site.partition("@")[0])
@@ -135,7 +135,7 @@ def _place(site: Any, number: int) -> At:
 
 
 def _sampling(sampling: Any, path: str) -> dict[str, Any]:
-    """Sampling parameters by vLLM's names, without those set per cell."""
+    """Read sampling parameters by vLLM's names, except parameters set per cell."""
     if not isinstance(sampling, Mapping):
         raise ProgramError(f"expected a mapping of sampling parameters, got {type(sampling).__name__}", path)
     for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
@@ -152,7 +152,7 @@ def _pattern(pattern: Any, path: str) -> str:
 
 
 def _divergence(divergence: Any, path: str) -> str | int:
-    """The part of the first token's distribution to read: full, none, or a number of its likeliest tokens."""
+    """Read the part of the first token's distribution to compare: full, none, or its k likeliest tokens."""
     if is_token_id(divergence):
         return inputs.check_whole(divergence, path, 1, MAX_SCORES)
     if not isinstance(divergence, str) or divergence not in ("full", "none"):
@@ -173,18 +173,18 @@ class FuzzAnswer(PublicStruct, frozen=True):
 
 
 class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`answers[p][l][s]` is the answer to prompt p under noise of strength l with seed s; `unfuzzed[p]` is that of the
-    unedited run, or one per seed if runs were sampled.
+    """`answers[p][l][s]` is the answer to prompt p under noise of strength l with seed s; `unfuzzed[p]` has the
+    unedited run's answer, or one per seed if runs were sampled.
 
     Each measure is an array [P, L, S], NaN if it was not requested:
     exact: 1 if the answer equals the unfuzzed one, token by token, else 0
-    prefix: tokens before the first that differs from the unfuzzed answer, as a share of the longer of the two
+    prefix: length of the prefix shared with the unfuzzed answer, as a share of the longer answer
     kl, js: divergence of the first token's distribution from the unedited run's, in nats (`studies.metric`)
-    perplexity: of the answer under the unedited model: exp of the mean negative log-probability of its tokens
+    perplexity: the answer's perplexity under the unedited model, exp of its tokens' mean negative log-probability
     refused: 1 if the answer matches the pattern `refusal`, else 0
 
     noise: description of the edits · divergence: "full", "top 20 and the rest", or "none" · sampling: by vLLM's names
-    unfuzzed_perplexity [P, 1 or S]: of the unfuzzed answers
+    unfuzzed_perplexity [P, 1 or S]: perplexity of the unfuzzed answers
     """
 
     prompts: tuple[str, ...]
@@ -207,7 +207,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seed of each column S: of the noise, and of the sampler if runs were sampled."""
+        """The seed of each column S, for the noise and, if runs were sampled, the sampler."""
         return self.provenance.seeds
 
     @property
@@ -218,7 +218,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return float(np.max(at_zero)) if at_zero.size else float("nan")
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per cell: prompt, strength, seed, text and measures."""
+        """Return one row per cell: prompt, strength, seed, text and measures."""
         import pandas
 
         return pandas.DataFrame([
@@ -232,7 +232,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> Curves:
-        """Plot data: a chart each for agreement, divergence, perplexity and refusals, if they were requested."""
+        """Return plot data: one chart each for agreement, divergence, perplexity and refusals, as requested."""
         charts = [Chart(
             "Agreement with the unfuzzed answer", "share", (self._share("same answer", self.exact),
                                                             self._quartiles("share before it differs", self.prefix)),
@@ -262,12 +262,12 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def _quartiles(self, label: str, values: np.ndarray) -> Curve:
-        """Median, with the middle half as a band."""
+        """Return the median, with the interquartile range as a band."""
         low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=(0, 2))
         return Curve(label, np.array(self.strengths), middle, low, high)
 
     def _share(self, label: str, values: np.ndarray) -> Curve:
-        """The share of ones, with Wilson's interval. Prompts are its draws: seeds of one prompt are correlated, so each
+        """Return the share of ones, with Wilson's interval over prompts: seeds of one prompt are correlated, so each
         prompt counts once, by its share."""
         low, high = wilson(values.mean(2).sum(0), values.shape[0])
         return Curve(label, np.array(self.strengths), values.mean((0, 2)), low, high)
@@ -277,8 +277,8 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return f"<FuzzSweepResult {size} (prompts × strengths × seeds): {self.noise}>"
 
 
-CellIndex = tuple[int, int, int]  # numbers of prompt, strength and seed
-AnswerKey = tuple[int, tuple[int, ...]]  # a prompt's number, and an answer's token ids
+CellIndex = tuple[int, int, int]  # indices of prompt, strength and seed
+AnswerKey = tuple[int, tuple[int, ...]]  # a prompt's index, and an answer's token ids
 NAN = float("nan")
 
 
@@ -348,7 +348,7 @@ class FuzzSweep(Study):
             perplexities = plan.perplexities(unfuzzed, fuzzed, journal, show_progress) if self.perplexity else {}
 
         def grid(value: Callable[[int, _Fuzzed, FuzzAnswer], float]) -> np.ndarray:
-            """A measure of each cell, from the number of its prompt, its run, and the unfuzzed answer."""
+            """Return a measure of each cell, given its prompt's index, its run, and the unfuzzed answer."""
             own = [unfuzzed[p][s if plan.drawn else 0] for p, _, s in plan.cells]
             values = [value(p, of, one) for (p, _, _), of, one in zip(plan.cells, fuzzed, own, strict=True)]
             return np.array(values, np.float64).reshape(P, L, S)
@@ -373,7 +373,7 @@ fuzz_sweep: Callable[..., FuzzSweepResult] = FuzzSweep.short_form("fuzz_sweep")
 
 
 def prefix_share(answer: Sequence[int], other: Sequence[int]) -> float:
-    """The number of tokens before the first difference, as a share of the longer answer: 1 only if they are equal."""
+    """Return the length of the common prefix, as a share of the longer answer: 1 only for equal answers."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(answer, other, strict=False))
     return sum(1 for _ in same) / max(len(answer), len(other), 1)
 
@@ -426,8 +426,8 @@ class _FuzzPlan:
         }  # fmt: skip
 
     def run(self, journal: Journal | None, show: Show) -> tuple[list[list[FuzzAnswer]], list[_Fuzzed]]:
-        """Run every prompt without noise, then every cell, skipping what the journal has: the answers without noise by
-        prompt and seed, and the runs of `cells`."""
+        """Run every prompt without noise, then every cell, except those in the journal. Return the answers without
+        noise, by prompt and seed, and the runs of `cells`."""
         seeds, max_tokens = self._study.seeds, self._study.max_tokens
         each = len(seeds) if self.drawn else 1  # unedited runs of a prompt
         own = [(p, None, s) for p in range(len(self.prompts)) for s in range(each)]
@@ -468,20 +468,20 @@ class _FuzzPlan:
         return [[of.answer for of in owns[i : i + each]] for i in range(0, len(owns), each)], fuzzed
 
     def _first(self, run: Run) -> np.ndarray:
-        """Log-probabilities of the first token: [V], [k + 1], or [0]."""
+        """Return the first token's log-probabilities: [V], [k + 1], or [0]."""
         if self._study.divergence == "full":
             return log_softmax(np.asarray(run["logits"])[0])
         return with_rest(list(run.scores.values())) if self._likeliest else np.zeros(0)
 
     def _fuzzed(self, run: Run, before: np.ndarray) -> _Fuzzed:
-        """The record of a run with noise; `before` is the distribution of the first token without noise."""
+        """Return the record of a run with noise; `before` is the first token's distribution without noise."""
         after = self._first(run)
         return _Fuzzed(_answer(run), *((kl(before, after), js(before, after)) if len(before) else (NAN, NAN)))
 
     def perplexities(
         self, unfuzzed: list[list[FuzzAnswer]], fuzzed: list[_Fuzzed], journal: Journal | None, show: Show
     ) -> dict[AnswerKey, float]:
-        """The perplexity under the unedited model of each distinct answer, by prompt and token ids."""
+        """Return each distinct answer's perplexity under the unedited model, by prompt and token ids."""
         keys = [(p, of.answer.token_ids) for (p, _, _), of in zip(self.cells, fuzzed, strict=True)]
         keys += [(p, answer.token_ids) for p, row in enumerate(unfuzzed) for answer in row]
         different = list(dict.fromkeys(keys))
@@ -496,7 +496,7 @@ def _answer(run: Run) -> FuzzAnswer:
 
 
 def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarray, np.ndarray]:
-    """The interval of a share of `count` draws; 95 % for the default `z`.
+    """Return the confidence interval of a share of `count` draws; 95 % for the default `z`.
 
     Source: Wilson 1927 ("Probable inference"), the score interval.
     """

@@ -1,14 +1,14 @@
-"""The base of studies that fill a grid: cells of several unpatched runs are patched one at a time, and averaged.
+"""The base of studies that fill a grid: each cell is patched in one or several runs, and its values are averaged.
 
-A study reads its arguments into a `GridPlan`: its prompts (`GridCase`), rows, and the source of the values (`sources`).
-The plan grades the unpatched runs, patches every cell in each of them, and returns a `Sweep`. `Cells` runs graded
-trials in batches, two at a time, with reruns of the unpatched prompt among them that measure the noise floor, and keeps
-their values in the journal from which a study resumes.
+A study reads its arguments into a `GridPlan`: its prompts (`GridCase`), rows, and source of values (`sources`). The
+plan grades the unpatched runs, patches every cell in each of them, and returns a `Sweep`. `Cells` runs graded trials in
+batches, two at a time. Reruns of the unpatched prompt among them measure the noise floor. Values are kept in the
+journal from which a study resumes.
 
 `Zoom` goes from coarse to fine: it patches blocks of layers and positions at once, and splits the best into smaller
 ones. A block's value is not the sum of its cells' values: a patch in one layer is overwritten by the next layer's, and
-opposite effects cancel out. So a zoom finds strong cells with a tenth of the runs, but does not prove that the others
-are weak.
+opposite effects cancel out. So a zoom finds strong cells with a tenth of the runs, but does not prove that the rest are
+weak.
 
 N unpatched runs · R rows · P columns
 """
@@ -45,12 +45,12 @@ class GridListener(Protocol):
     """Receives the progress of a grid, possibly on another thread. An error it raises stops the study."""
 
     def start(self, sweep: Any, cells: int) -> None:
-        """The study begins. `sweep` is its result so far, with NaN values, and `cells` the number of cells to come; for
-        a zoom, an upper bound."""
+        """Receive the start of a study: its result so far, with NaN values, and the number of cells to come (for a
+        zoom, an upper bound)."""
         ...
 
     def cells(self, cells: list[Cell]) -> None:
-        """These cells have finished in all pairs of prompts."""
+        """Receive cells that have finished in all prompt pairs."""
         ...
 
 
@@ -70,7 +70,7 @@ class Grid(Study):
         if check is not None:
             check(plan)
         if resume is not None and plan.zoom is not None and plan.cases[0].graded.custom is not None:
-            raise ProgramError("not supported for a zoom with a custom metric, which a file cannot identify", "resume")
+            raise ProgramError("not supported for a zoom with a custom metric: it has no stable key", "resume")
         with (
             plan.open,
             keeping(lm, plan.question, resume) as journal,
@@ -80,7 +80,7 @@ class Grid(Study):
 
 
 class PairGrid(Grid):
-    """The base of grids of a clean and a corrupt prompt."""
+    """The base of grids over a clean and a corrupt prompt."""
 
     clean: inputs.Prompts
     """Prompt whose activations are patched in, as text or token ids; or a list of prompts, one per pair, whose mean is
@@ -102,7 +102,7 @@ class PairGrid(Grid):
     """Seed of the confidence interval and of the test over pairs."""
 
     def cases(self, lm: LM, positions: Any) -> list[GridCase]:
-        """Read every pair of prompts. Errors of one pair carry its number if there are several."""
+        """Read every pair of prompts. With several pairs, an error's path includes the pair's number."""
         cleans, corrupts = (inputs.each_prompt(getattr(self, side), side) for side in ("clean", "corrupt"))
         if (count := len(cleans)) != len(corrupts):
             raise ProgramError(f"expected one corrupt prompt per clean prompt, got {count} clean and "
@@ -125,7 +125,7 @@ class PairGrid(Grid):
 def _pair_columns(
     lm: LM, clean: Words, corrupt: Words, alignment: Alignment, positions: Any, of: tuple[int, int], direction: str
 ) -> tuple[Column, ...]:
-    """The columns of a pair, number `of[0]` of `of[1]`: positions of the patched prompt with their partners."""
+    """Return the columns of pair `of[0]` of `of[1]`: positions of the patched prompt with their partners."""
     denoising = direction == "denoising"
     words, other = (corrupt, "clean") if denoising else (clean, "corrupt")
     partner = {b: a for a, b in alignment.pairs} if denoising else dict(alignment.pairs)
@@ -151,7 +151,7 @@ def _pair_columns(
 
 
 class PromptGrid(Grid):
-    """The base of grids of single prompts."""
+    """The base of grids over single prompts."""
 
     prompt: inputs.Prompts
     """Prompt, as text or token ids; or a list of prompts, whose mean is the grid."""
@@ -168,14 +168,14 @@ class PromptGrid(Grid):
     """Adjacent layers patched together, centred on a cell's layer; 1 is that layer alone."""
 
     def read(self, lm: LM, metric: str | Metric) -> list[tuple[Words, Graded]]:
-        """The prompts with their graded tokens."""
+        """Return the prompts with their graded tokens."""
         prompts = inputs.each_prompt(self.prompt, "prompt")
         graded = graded_of(lm, self.answer, self.foil, metric, len(prompts))
         return list(zip([inputs.words_of(lm, *one) for one in prompts], graded, strict=True))
 
 
 def graded_of(lm: LM, answer: Any, foil: Any, metric: str | Metric, count: int) -> list[Graded]:
-    """The metric and the graded tokens of each of `count` prompts."""
+    """Return the metric and the graded tokens of each of `count` prompts."""
     graded: list[Graded] = []
     own: dict[str | int, int] = {}
     for i, token in enumerate(metric.tokens if isinstance(metric, Metric) else ()):
@@ -204,7 +204,7 @@ class GridCase(NamedTuple):
         return self.clean if name == "clean" else self.corrupt
 
     def pair(self, lm: LM, clean: float, corrupt: float | None) -> Pair:
-        """The pair of a result, with the metric of both prompts."""
+        """Return the result's `Pair`, with the metric of both prompts."""
         sides: tuple[tuple[Side, tuple[int, ...]], ...] = (
             ("clean", self.alignment.clean_only), ("corrupt", self.alignment.corrupt_only),
         )  # fmt: skip
@@ -219,8 +219,8 @@ class GridCase(NamedTuple):
 
 
 class GridPlace(NamedTuple):
-    """Sites patched together: one row, and the numbers of columns of the grid. `at`: the numbers of row and column in
-    the grid; for several cells, those of the first."""
+    """Sites patched together: one row, and column indices in the grid. `at`: row and column index of its first cell in
+    the grid."""
 
     row: Row
     columns: tuple[int, ...]
@@ -232,8 +232,8 @@ class Unit(NamedTuple):
 
     before: edits shared by all its runs, before the cell's own
     base: its metric; offset, factor: the grid holds (metric − offset) · factor
-    writer: returns the writer of some places, on first use
-    number: of its case among all
+    writer: returns the writer for given places, opened on first use
+    number: the index of its case
     """
 
     prompt: Sequence[int]
@@ -253,10 +253,10 @@ OpenWriter = Callable[[Sequence[GridPlace]], sources.CellWriter]
 class GridPlan:
     """The checked arguments of a grid.
 
-    cases: the prompts · rows: of the grid
-    source, mixing: of the values written into a cell; without a source, they are read from the other prompt's run
-    repeats: unpatched runs of the corrupt prompt of each case
-    seed: of the spread over prompts · seeds: all seeds of the result, if there are others
+    cases: the prompts · rows: the grid's rows
+    source, mixing: origin and mixing of the values written into a cell; without a source, the other prompt's run
+    repeats: unpatched runs of each case's corrupt prompt
+    seed: seed of the spread over prompts · seeds: all seeds of the result, if it has more
     settings: further arguments that determine the values, as plain data · extra: further fields of the result
     open: closes runs at the end, because an error's frames may keep them alive for long
     """
@@ -296,7 +296,7 @@ class GridPlan:
 
     @property
     def grid(self) -> int:
-        """Cells of the grid in all units, whether or not they are patched."""
+        """The number of grid cells in all units, patched or not."""
         return self.units * len(self.rows) * len(self.columns)
 
     @property
@@ -306,7 +306,7 @@ class GridPlan:
 
     @property
     def runs(self) -> int:
-        """An upper bound on the runs with a patch, over units, places, draws, and graded tokens of an answer."""
+        """An upper bound on patched runs, over units, places, draws, and graded answer tokens."""
         return self.most * self.draws * self.repeats * sum(case.graded.runs for case in self.cases)
 
     @property
@@ -339,14 +339,14 @@ class GridPlan:
 
     @functools.cached_property
     def blocks(self) -> Zoom:
-        """The blocks that are patched first: single cells without a zoom. Raises `ProgramError` if there are none."""
+        """The blocks patched first: single cells without a zoom. Raises `ProgramError` if no cell exists."""
         blocks = Zoom(self.possible, self.rows, len(self.columns), self.zoom)
         if not blocks.first:
             raise ProgramError("no cells to patch: none of the sites has a value at these positions")
         return blocks
 
     def _possible(self, row: Row, p: int) -> bool:
-        """True if the cell exists: logits exist only at a prompt's last position."""
+        """Return True if the cell exists: logits exist only at a prompt's last position."""
         if row.site != "logits":
             return True
         if any(len(tokens) > 1 for case in self.cases for tokens in case.graded.compared):
@@ -356,7 +356,7 @@ class GridPlan:
                    for case, end in zip(self.cases, ends, strict=True))  # fmt: skip
 
     def place(self, r: Sequence[int], p: Sequence[int]) -> GridPlace:
-        """A set of rows of one panel and of columns, patched together."""
+        """Return a place: rows of one panel and columns, patched together."""
         row = self.rows[r[0]]
         if len(r) > 1:
             layers = {at.layers for i in r for at in self.rows[i].sites if isinstance(at.layers, int)}
@@ -364,12 +364,12 @@ class GridPlan:
         return GridPlace(row, tuple(p), (r[0], p[0]))
 
     def sides(self, place: GridPlace, number: int) -> sources.Sides:
-        """A case's positions to read and to write."""
+        """Return the positions to read and to write in a case."""
         column = _joined([self.cases[number].columns[i] for i in place.columns])
         return (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
 
     def parts(self, places: Sequence[GridPlace]) -> list[Sequence[GridPlace]]:
-        """Places that are patched together, in groups whose sources fit into memory."""
+        """Split places into groups whose sources fit into memory."""
         return [places]
 
     @functools.cached_property
@@ -383,7 +383,7 @@ class GridPlan:
         }  # fmt: skip
 
     def groups(self) -> Iterator[list[int]]:
-        """Numbers of the cases whose sources are captured together."""
+        """Yield the indices of cases whose sources are captured together."""
         group: list[int] = []
         size = 0
         for i in range(len(self.cases)):
@@ -407,16 +407,16 @@ class GridPlan:
         return sum(4 * self.lm.sites.points[point].width for point in points)
 
     def _bytes_of(self, number: int) -> int:
-        """Bytes of the longer prompt of a case at all sites."""
+        """Return the bytes of a case's longer prompt at all sites."""
         return self._row_bytes * max(len(self.cases[number].clean.ids), len(self.cases[number].corrupt.ids))
 
     def before(self, number: int, repeat: int) -> tuple[Op, ...]:
-        """Edits shared by all runs of a case's corrupt prompt, by case number."""
+        """Return the edits shared by all runs of a case's corrupt prompt."""
         return ()
 
     @functools.cached_property
     def shared(self) -> sources.CellWriter:
-        """The writer of all cases, if the values do not come from the other prompt."""
+        """The writer shared by all cases, if values do not come from the other prompt."""
         assert self.source is not None
         lengths = {len(case.side(self.written).ids) for case in self.cases}
         writer = sources.opened(
@@ -426,7 +426,7 @@ class GridPlan:
         return writer
 
     def writers(self, group: Sequence[int], until: ExitStack) -> list[OpenWriter]:
-        """For each case of a group, a function that opens the writer of some places. `until` closes the sources."""
+        """Return, for each case of a group, a function that opens a writer for places. `until` closes the sources."""
         if self.source is not None:
             return [lambda places: self.shared] * len(group)
 
@@ -477,8 +477,8 @@ class GridPlan:
         )  # fmt: skip
 
     def _spread(self, each: np.ndarray, base: np.ndarray) -> dict[str, np.ndarray]:
-        """The spread of the mean over prompts, if there are several. Seeds of a prompt count once, by their mean, as
-        they are not independent prompts; for a single prompt the interval is over its seeds, without p-values."""
+        """Return the spread of the mean over several prompts. A prompt's seeds are not independent, so only their mean
+        counts; for a single prompt the interval is over its seeds, without p-values."""
         run = ~np.isnan(each.mean(0))
         if len(self.cases) > 1:
             each, base = each.reshape(-1, self.repeats, *run.shape).mean(1), base.reshape(-1, self.repeats).mean(1)
@@ -491,18 +491,18 @@ class GridPlan:
         return grids
 
     def _unpatched(self, number: int) -> Iterator[Trial]:
-        """The clean prompt of a case, and the corrupt one if there is one, with its repeats."""
+        """Yield a case's clean prompt, then its corrupt prompt, if any, with repeats."""
         case = self.cases[number]
         yield Trial(case.clean.ids, (), case.graded)
         for repeat in range(self.repeats if case.corrupt.ids else 0):
             yield Trial(case.corrupt.ids, self.before(number, repeat), case.graded)
 
     def _patched(self, of_case: list[float]) -> list[float]:
-        """The unpatched metric of each of a case's runs that are patched."""
+        """Return the unpatched metric of each run of a case's patched prompt."""
         return of_case[1:] if self.written == "corrupt" else of_case[:1]
 
     def _begun(self, scaled: list[list[float]]) -> Sweep:
-        """The result before any cell is patched."""
+        """Return the result before any cell is patched."""
         pairs = [case.pair(self.lm, of[0], float(np.mean(of[1:])) if of[1:] else None)
                  for case, of in zip(self.cases, scaled, strict=True)]  # fmt: skip
         corrupt = [value for of in scaled for value in of[1:]]
@@ -520,7 +520,7 @@ class GridPlan:
         self, cells: Cells, places: Sequence[GridPlace], both: list[list[float]], scales: list[tuple[float, float]],
         finished: Finished,
     ) -> Filled:  # fmt: skip
-        """Every place in every unit, one group of cases and one part of the places at a time."""
+        """Patch every place in every unit, one group of cases and one part of the places at a time."""
         values, floor = [], 0.0
         for group in self.groups():
             with ExitStack() as until:
@@ -541,8 +541,8 @@ class GridPlan:
     def _fill(
         self, cells: Cells, units: Sequence[Unit], places: Sequence[GridPlace], begin: int, finished: Finished
     ) -> Filled:
-        """Patch every place in some units. A cell's value is the mean of its draws. `begin`: the number of the first
-        place for `finished`."""
+        """Patch every place in `units`. A cell's value is the mean of its draws. `begin`: index of the first place, as
+        counted by `finished`."""
 
         def rounds() -> list[Round]:
             return [Round(unit, places, [self.sides(place, unit.number) for place in places]) for unit in units]
@@ -583,7 +583,7 @@ class Trial(NamedTuple):
 class Round:
     """The trials of one unpatched run: every place, once per draw of the writer.
 
-    sides: of each place, its positions to read and to write
+    sides: each place's positions to read and to write
     """
 
     def __init__(self, unit: Unit, places: Sequence[GridPlace], sides: Sequence[sources.Sides]) -> None:
@@ -592,13 +592,13 @@ class Round:
 
     @functools.cached_property
     def _edits(self) -> list[list[Op]]:
-        """The edits of every trial."""
+        """The edits of each trial."""
         unit, each = self._unit, zip(self._places, self._sides, strict=True)
         return [[*unit.before, *edits] for place, sides in each
                 for edits in self._writer.edits(place.row, *sides, (unit.number, *place.at))]  # fmt: skip
 
     def job(self, lm: LM, which: Sequence[int | None]) -> GradeJob:
-        """The job of some trials; None is the unpatched run again."""
+        """Return the job of the given trials; None reruns the unpatched prompt."""
         unit = self._unit
 
         def as_programs(some: Sequence[int | None]) -> GradeJob:
@@ -621,13 +621,13 @@ class Round:
 
 
 def job_of(lm: LM, prompt: Sequence[int], programs: Sequence[Sequence[Op]], graded: Graded) -> GradeJob:
-    """The job that grades programs on a prompt."""
+    """Return the job that grades programs on a prompt."""
     job = lm.grade_job(prompt, programs, graded.scores, top=graded.top)
     return msgspec.structs.replace(job, has_baseline=False)
 
 
 class Values(NamedTuple):
-    """Values of the trials of a round [n], and of the reruns of its baseline."""
+    """A round's trial values [n], and the values of its baseline reruns."""
 
     trials: np.ndarray
     baselines: np.ndarray
@@ -640,18 +640,18 @@ Tell = Callable[[int, np.ndarray, np.ndarray], None]
 class Cells:
     """Grades trials on `lm`, up to `batch` at a time if they run as requests. Values in `journal` are not recomputed.
 
-    advance: called with the number of trials that have finished, without reruns
+    advance: called with the number of finished trials, excluding reruns
     """
 
     def __init__(self, lm: LM, batch: int, journal: Journal | None, advance: Callable[[int], None]) -> None:
         self._lm, self._batch, self._advance = lm, batch, advance
         self.journal: Journal | None = journal
-        self._routes: set[str] = set()  # of the cells computed here
-        self._runs, self._cut = 0, 0  # requests of cells, and those of them that began at a cut
+        self._routes: set[str] = set()  # routes of cells that were computed, not read from the journal
+        self._runs, self._cut = 0, 0  # requests for cells, and how many of them began at a cut
 
     @property
     def computed(self) -> str:
-        """A phrase for what was computed: whole runs, or from the first edit on. Empty if the engine cannot choose."""
+        """The extent of computation: whole runs, or from the first edit on. Empty if the engine cannot choose."""
         if "bulk" in self._routes:
             return "in batches, from the first edited position on"
         if self._cut:
@@ -660,8 +660,8 @@ class Cells:
         return f"computed whole: {why}" if why and self._routes else ""
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
-        """The metric of a few trials, before normalisation: as requests, which do not wait for other batches. Trials in
-        the journal are not run again."""
+        """Return the metric of a few trials before normalisation, run as requests, which do not wait for other batches.
+        Trials in the journal are not rerun."""
         values = [trial.graded.value(of) for trial, of in zip(trials, self._take(len(trials)), strict=False)]
         left = trials[len(values) :]
         if left:
@@ -675,10 +675,10 @@ class Cells:
         self, graded: Sequence[Graded], counts: Sequence[int], rounds: Callable[[], Sequence[Round]], tell: Tell,
         reruns: int = BASELINES,
     ) -> list[Values]:  # fmt: skip
-        """The value of every trial, one round at a time.
+        """Return the value of every trial, by round.
 
-        graded: the metric of each round, and `counts` the number of its trials; `rounds` makes them, and is called only
-            if some are missing
+        graded: each round's metric, `counts` its number of trials; `rounds` makes the rounds, and is called only if
+            values are missing
         tell: called as trials finish; an error it raises stops the rest
         reruns: the approximate number of baselines per round
         """
@@ -722,8 +722,8 @@ class Cells:
         self, jobs: Sequence[GradeJob], graded: Sequence[Graded], read: Callable[[np.ndarray, list[float]], None],
         route: Literal["any", "requests"] = "any",
     ) -> list[Grades]:  # fmt: skip
-        """Run jobs, append their records to the journal in order, and pass those that have finished, in any order, to
-        `read`: their indices over all jobs, and their values."""
+        """Run jobs, and append their records to the journal in order. `read` receives finished trials in any order:
+        their indices over all jobs, and their values."""
         firsts = [0, *itertools.accumulate(job.count for job in jobs)]
         records: list[Any] = [None] * firsts[-1]
         written = 0
@@ -744,7 +744,7 @@ class Cells:
 
 
 def _spread(count: int, reruns: int) -> Iterator[int | None]:
-    """The numbers of a round's trials, with its baselines (None) spread evenly among them and one at the end."""
+    """Yield a round's trial indices, with baselines (None) spread evenly among them and one at the end."""
     every_nth = max(count // reruns, 1)
     for i in range(count):
         if i % every_nth == 0:
@@ -757,7 +757,7 @@ MIN_RERUNS = 2
 
 
 class Filled(NamedTuple):
-    """Values [N, C] of units and places, and their noise floor."""
+    """Values [N, C] by unit and place, and their noise floor."""
 
     values: np.ndarray
     floor: float
@@ -770,7 +770,7 @@ class Finished:
         self._sum, self._left, self._parts, self._tell = np.zeros(count), np.full(count, parts), parts, tell
 
     def add(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Add one value to each of these places, from one unit and one draw."""
+        """Add one unit's value for one draw to each of `places`."""
         np.add.at(self._sum, places, values)
         np.subtract.at(self._left, places, 1)
         done = np.unique(places)
@@ -800,7 +800,7 @@ class Zoom:
         )  # fmt: skip
 
     def _whole(self, spans: Iterable[_Span]) -> list[_Span]:
-        """The spans whose cells all exist; the others are replaced by their existing single cells."""
+        """Return the spans whose cells all exist, and the existing single cells of the rest."""
         whole: list[_Span] = []
         for span in spans:
             some = self.possible[np.ix_(span.rows, span.columns)]
@@ -811,7 +811,7 @@ class Zoom:
         return whole
 
     def parts(self, span: _Span) -> list[_Span]:
-        """A block cut in half in both directions."""
+        """Cut a block in half in both directions."""
         return [_Span(rows, columns) for rows in _cut(span.rows, 2) for columns in _cut(span.columns, 2)]
 
     @property
@@ -839,7 +839,7 @@ Patch = Callable[[Sequence[_Span], bool], Filled]
 
 
 def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, int]], Filled, list[Block]]:
-    """Single cells (row, column) with their values [N, C], and the blocks visited before them."""
+    """Return single cells (row, column) with their values [N, C], and the blocks visited before them."""
     singles: list[tuple[int, int]] = []
     values: list[np.ndarray] = []
     blocks: list[Block] = []

@@ -1,7 +1,7 @@
-"""Head scores: which heads attend to the token before, to an earlier copy of the token, or to what followed that copy?
+"""Head scores: which heads attend to the previous token, to an earlier copy of a token, or to the token after it?
 
-Random tokens, repeated, have no other structure. A head that attends from the second copy of a token to the token after
-the first copy is an induction head: it predicts what came next the last time.
+Random tokens, repeated, have no other structure. An induction head attends from a token's second copy to the token
+after the first copy: it predicts that the sequence repeats.
 
 Source: Olsson et al. 2022 (arXiv:2209.11895), and TransformerLens, whose scores are these means over a diagonal of the
 pattern; duplicate-token heads: Wang et al. 2022 (arXiv:2211.00593).
@@ -42,9 +42,9 @@ class HeadScore(PublicStruct, frozen=True):
 
 
 class HeadScoresResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """Mean attention of each head [L, H] from the second copy of a block of n random tokens: `induction` from the token
-    at t to the one at t − (n − 1), `previous_token` to t − 1, `duplicate_token` to t − n. `uniform` is the score of a
-    head that attends to all tokens equally. `prompts` are the token ids."""
+    """Each head's mean attention [L, H] from the second copy of n random tokens: `induction` from the token at t to the
+    one at t − (n − 1), `previous_token` to t − 1, `duplicate_token` to t − n. `uniform` is the score of a head that
+    attends to all tokens equally. `prompts` are the token ids."""
 
     layers: tuple[int, ...]
     induction: np.ndarray
@@ -55,14 +55,14 @@ class HeadScoresResult(StudyResult, frozen=True, eq=False, kw_only=True):
     prompts: tuple[tuple[int, ...], ...]
 
     def best(self, kind: Kind = "induction", count: int = 10) -> list[HeadScore]:
-        """The heads with the largest scores of a kind, largest first."""
+        """Return the heads with the largest scores of a kind, largest first."""
         scores = getattr(self, kind)
         order = np.argsort(-scores, axis=None, kind="stable")[:count]
         return [HeadScore(f"z[{self.layers[n // scores.shape[1]]}, {n % scores.shape[1]}]", float(scores.flat[n]))
                 for n in order.tolist()]  # fmt: skip
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per head: layer, head, and its three scores."""
+        """Return one row per head: layer, head, and its three scores."""
         import pandas
 
         return pandas.DataFrame([
@@ -71,7 +71,7 @@ class HeadScoresResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Plot data: a panel of layers and heads for each score, and a table of the largest."""
+        """Return plot data: a panel of layers and heads for each score, and a table of the largest."""
         best = [(kind.replace("_", " "), one.head, style.number(one.value))
                 for kind in KINDS for one in self.best(kind, BEST)]  # fmt: skip
         return TokenGrid(
@@ -146,7 +146,7 @@ class HeadScores(Study):
             return []
 
     def _block(self, lm: LM, draw: np.random.Generator) -> list[int]:
-        """Distinct random tokens, all with text: the others are special, or pad the vocabulary."""
+        """Return distinct random tokens with text; tokens without text are special, or pad the vocabulary."""
         ids = draw.permutation(lm.model.d_vocab)[: 2 * self.length].tolist()
         chosen = [token for token in ids if lm.tokenizer.decode([token])] or ids  # without a tokenizer, none has text
         if len(chosen) < self.length:

@@ -36,8 +36,8 @@ from patchclamp.studies.study import REQUIRED, Arg, Reporter, Resumable, as_lm, 
 
 
 def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]:
-    """The requested layers of a site, ascending: a number, a list, a range or text such as "0:12"; all layers with the
-    site if None. Raises `UnsupportedSite` for layers without it."""
+    """Return the requested layers of a site, ascending, from a number, a list, a range or text such as "0:12"; all
+    layers with the site if None. Raises `UnsupportedSite` for layers without it."""
     index = parse_index(layers) if isinstance(layers, str) else layers
     asked = list(index) if isinstance(index, (list, tuple, range)) else [index]
     try:
@@ -54,7 +54,7 @@ def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]
 
 
 def layered_site(site: Any, path: str = "site") -> Site:
-    """A site without layers, which are chosen separately. Raises `ProgramError` if it names some."""
+    """Read a site without layers, which are chosen separately. Raises `ProgramError` if it names layers."""
     try:
         named = parse_site(site)
     except PatchclampError as error:
@@ -65,8 +65,8 @@ def layered_site(site: Any, path: str = "site") -> Site:
 
 
 def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]:
-    """The requested positions of a run's prompt, in their order: a selection, a number, or a list of either; all if
-    None. Raises `TokensError` for positions that are not in the prompt."""
+    """Return the requested positions of a run's prompt, in the given order, from a selection, a number, or a list of
+    either; all if None. Raises `TokensError` for positions that are not in the prompt."""
     if positions is None:
         return list(range(len(run.prompt_token_ids)))
     chosen: list[int] = []
@@ -83,14 +83,14 @@ def positions_of(run: Run, positions: Any, path: str = "positions") -> list[int]
 
 
 def selection(text: Any) -> Tokens:
-    """A selection; numbers and ranges are positions of the prompt."""
+    """Read a selection; numbers and ranges are positions of the prompt."""
     if isinstance(text, range):
         text = slice(text.start, text.stop, text.step)
     return whole_prompt[text] if is_token_id(text) or isinstance(text, (slice, list, tuple)) else parse_tokens(text)
 
 
 class Column(PublicStruct, frozen=True):
-    """Aligned positions patched together: the same ones in the clean and in the corrupt prompt."""
+    """Aligned positions of the clean and the corrupt prompt, patched together."""
 
     label: str
     clean: tuple[int, ...]
@@ -121,12 +121,12 @@ def words_of(lm: LM, prompt: Any, path: str) -> Words:
 
 
 def listed(prompts: Any) -> bool:
-    """True for several prompts: a list of texts, or of lists of token ids."""
+    """Return True for several prompts: a list of texts, or a list of token id lists."""
     return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and is_token_id(prompts[0]))
 
 
 def each_prompt(prompts: Any, path: str) -> list[tuple[Any, str]]:
-    """The prompts with their paths. Raises `ProgramError` without any."""
+    """Return the prompts with their paths. Raises `ProgramError` for an empty list."""
     if not listed(prompts):
         return [(prompts, path)]
     if not prompts:
@@ -135,7 +135,7 @@ def each_prompt(prompts: Any, path: str) -> list[tuple[Any, str]]:
 
 
 def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int, ...]:
-    """The positions of a prompt in a selection. Raises `TokensError` if it is empty."""
+    """Return the positions that a selection chooses in a prompt. Raises `TokensError` if it is empty."""
     try:
         prompt = prompt_of(lm.tokenizer, words.ids, words.text, None)
         selected = prompt.select(selection(tokens), len(words.ids)).tolist()
@@ -153,9 +153,9 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
     """Pairs a part of the clean prompt with a part of the corrupt prompt, for subjects of different lengths.
 
     A position of a patching study: `positions=[pc.studies.Match(clean="span('Statue of Liberty')",
-    corrupt="span('Big Ben')")]` patches the paired tokens together. Of n and m tokens, "last" pairs the min(n, m) last
-    ones, "first" the first ones, and "each" requires n = m. The others stay unpatched, and are listed with the result
-    (`skipped`). As JSON it is an object with these fields.
+    corrupt="span('Big Ben')")]` patches the paired tokens together. With n and m tokens, "last" pairs the last
+    min(n, m), "first" the first, and "each" requires n = m. Unpaired tokens stay unpatched, and are listed in the
+    result (`skipped`). As JSON it is an object with these fields.
 
     clean, corrupt: selections of the two prompts
     align: "last", "first" or "each"
@@ -171,7 +171,7 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, value: Any, path: str) -> Match | None:
-        """A match, or an object with its fields; None for any other selection."""
+        """Read a match, or an object with its fields; return None for any other selection."""
         if isinstance(value, Mapping):
             try:
                 value = msgspec.convert(value, cls)
@@ -180,7 +180,7 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
         return value if isinstance(value, cls) else None
 
     def pairs(self, lm: LM, clean: Words, corrupt: Words, path: str) -> tuple[tuple[int, int], ...]:
-        """The paired (clean, corrupt) positions, ascending."""
+        """Return the paired (clean, corrupt) positions, ascending."""
         one = sorted(chosen_positions(lm, clean, self.clean, f"{path}.clean"))
         other = sorted(chosen_positions(lm, corrupt, self.corrupt, f"{path}.corrupt"))
         if self.align == "each" and len(one) != len(other):
@@ -202,7 +202,7 @@ def columns_of(
     lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make,
     matched: MakeMatched | None = None,
 ) -> list[Column]:  # fmt: skip
-    """The columns of prompt pair `number` of `count`: one per selection of `positions`, by default one per position.
+    """Return the columns of prompt pair `number` of `count`: one per selection in `positions`, by default per position.
 
     positions: selections of the patched prompt; a mapping gives them labels, and its values may be lists with one
         selection per pair
@@ -227,7 +227,7 @@ def columns_of(
 
 
 def _selections(positions: Any, number: int, count: int) -> list[tuple[str | None, Any, str]]:
-    """(label, selection, path) of every column of a pair."""
+    """Return (label, selection, path) for every column of a pair."""
     positions = as_plain(positions, "positions")
     if isinstance(positions, Mapping):
         if {"clean", "corrupt"} <= positions.keys() <= {*Match.__struct_fields__}:
@@ -251,7 +251,7 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
 
 
 def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
-    """Merge the columns of several pairs into those of the grid: labels that differ become positions in the prompt.
+    """Merge the columns of several pairs into the grid's: labels that differ become positions in the prompt.
 
     Raises: `TokensError` if pairs have different numbers of columns.
     """
@@ -271,7 +271,7 @@ def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A site, its layer, and an index such as `3` or `0:64` if it is a part of the site.
+    """A site, its layer, and an index such as `3` or `0:64` if the row is a part of the site.
 
     layers: the window of layers patched together, if it is more than `layer`
     """
@@ -301,12 +301,12 @@ def rows_of(
     lm: LM, sites: Any, layers: Any = None, group: int | None = None, window: int = 1,
     parse: Callable[[Any], Site] = parse_edited_site,
 ) -> list[Row]:  # fmt: skip
-    """The rows of some sites, without duplicates: by site and index, then by layer.
+    """Return the rows of `sites`, without duplicates, ordered by site and index, then by layer.
 
     layers: layers of sites without an index: all, a number, a list, or text such as "0:12"
-    group: number of heads, neurons or experts of a site per row; None: all that the site names
-    window: number of layers around a row's that are patched with it, as far as they exist
-    parse: reads a site
+    group: number of heads, neurons or experts per row; None: all that the site names
+    window: number of adjacent layers patched together, centred on the row's and clipped to the model
+    parse: parses a site
 
     Raises: `UnknownName`, `UnsupportedSite` and `ProgramError`, with the path in `sites`.
     """
@@ -324,7 +324,7 @@ def rows_of(
 
 
 def which_layers(layers: Any, count: int) -> set[int]:
-    """The named layers, of `count`. Raises `UnsupportedSite` if one is out of range, or the selection is empty."""
+    """Return the selected layers, of `count`. Raises `UnsupportedSite` if one is out of range, or none is selected."""
     index = parse_index(layers) if isinstance(layers, str) else layers
     if index is None:
         return set(range(count))
@@ -342,7 +342,7 @@ def which_layers(layers: Any, count: int) -> set[int]:
 
 
 def _parts(lm: LM, site: Site, group: int | None) -> Iterator[Site]:
-    """The site, cut into groups of heads, neurons or experts."""
+    """Yield a site in groups of heads, neurons or experts."""
     if group is None:
         yield site
         return
@@ -371,17 +371,17 @@ def _layered(lm: LM, site: Site, chosen: set[int], window: int) -> Iterator[Row]
 
 
 def panels_of(rows: Sequence[Row]) -> list[str]:
-    """The panels of rows, in order."""
+    """Return the panels of rows, in order."""
     return list(dict.fromkeys(row.panel for row in rows))
 
 
 def layers_in(rows: Sequence[Row]) -> tuple[int, ...]:
-    """The layers of rows, ascending; only layer 0 if no row has one."""
+    """Return the layers of rows, ascending; only layer 0 if no row has one."""
     return tuple(sorted({row.layer for row in rows if row.layer is not None})) or (0,)
 
 
 def one_each(values: Any, count: int, name: str) -> list[Any]:
-    """One value for each of `count` prompts, from a list of them or a single shared value."""
+    """Return one value for each of `count` prompts, from a list or a shared value."""
     listed = isinstance(values, (list, tuple))
     if listed and count > 1 and len(values) != count:
         raise ProgramError(f"expected one value, or one for each of {count} prompts, got {len(values)}", name)
@@ -389,7 +389,7 @@ def one_each(values: Any, count: int, name: str) -> list[Any]:
 
 
 class Alignment(msgspec.Struct, frozen=True):
-    """`pairs` of (clean, corrupt) positions, ascending, and the positions of either prompt without a partner."""
+    """`pairs` of (clean, corrupt) positions, ascending, and each prompt's positions without a partner."""
 
     pairs: tuple[tuple[int, int], ...]
     clean_only: tuple[int, ...]
@@ -397,8 +397,8 @@ class Alignment(msgspec.Struct, frozen=True):
 
 
 def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -> Alignment:
-    """Align prompts of equal length position by position, others by their common prefix and common suffix. Positions
-    between the two have no partner. Raises `TokensError` if nothing can be paired, unless positions are `matched`.
+    """Align prompts of equal length position by position, others by their common prefix and suffix; positions in
+    between have no partner. Raises `TokensError` if nothing can be paired, unless positions are `matched`.
     """
     shorter = min(len(clean), len(corrupt))
     if len(clean) == len(corrupt):
@@ -420,7 +420,7 @@ def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -
 
 
 def with_pairs(alignment: Alignment, pairs: Iterable[tuple[int, int]]) -> Alignment:
-    """An alignment with chosen pairs, which replace the other pairs of their positions."""
+    """Return an alignment with `pairs` added; they replace existing pairs of the same positions."""
     chosen = set(pairs)
     clean, corrupt = ({pair[side] for pair in chosen} for side in (0, 1))
     paired = chosen | {pair for pair in alignment.pairs if pair[0] not in clean and pair[1] not in corrupt}
@@ -430,12 +430,12 @@ def with_pairs(alignment: Alignment, pairs: Iterable[tuple[int, int]]) -> Alignm
 
 
 def matched_label(written: str, read: str) -> str:
-    """The label of matched tokens. Spaces at their ends are visible, to tell them from those around the arrow."""
+    """Return the label of matched tokens. Their outer spaces are made visible, unlike the spaces around the arrow."""
     return f"{visible(written)} ← {visible(read)}"
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True):
-    """A prompt in token ids; `text` is its source if known, and `shown` the form for display."""
+    """A prompt as token ids; `text` is its source if known, and `shown` its form for display."""
 
     ids: tuple[int, ...]
     text: str | None
@@ -448,9 +448,9 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 
 
 def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[EncodedPrompt]:
-    """Prompts in token ids. With `chat` each is the text of a user's turn, or a list of messages.
+    """Read prompts as token ids. With `chat` each is the text of a user's turn, or a list of messages.
 
-    Raises: `ProgramError` if this is not a list of prompts, or with the path of a prompt that cannot be read.
+    Raises: `ProgramError` for anything but a list of prompts, or with the path of an invalid prompt.
     """
     if not (prompts := as_items(prompts, path)):
         raise ProgramError("expected at least one prompt, got none", path)
@@ -483,7 +483,7 @@ def _chat(lm: LM, prompt: Any) -> EncodedPrompt:
 
 
 def content_hash(asked: Iterable[EncodedPrompt]) -> str:
-    """SHA-256 of prompts, in hex: equal for the same token ids in the same order."""
+    """Return the SHA-256 of prompts, in hex: equal for the same token ids in the same order."""
     return hashlib.sha256(msgspec.json.encode([one.ids for one in asked])).hexdigest()
 
 
@@ -526,7 +526,7 @@ def as_feature_numbers(ids: Any, path: str) -> list[int]:
 
 
 def as_float(value: Any, path: str) -> float:
-    """`as_number`, with the path on its errors."""
+    """Read a number as `as_number` does, with the path on its errors."""
     try:
         return as_number(value)
     except ProgramError as error:
@@ -534,7 +534,7 @@ def as_float(value: Any, path: str) -> float:
 
 
 def as_ascending(values: Any, path: str) -> tuple[float, ...]:
-    """Ascending, distinct numbers, such as strengths. An error's path names a wrong one."""
+    """Read ascending, distinct numbers, such as strengths. An error's path names the invalid item."""
     numbers = tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
     if not numbers or list(numbers) != sorted(set(numbers)):
         raise ProgramError(f"expected ascending, distinct numbers, got {numbers}", path)
@@ -542,7 +542,7 @@ def as_ascending(values: Any, path: str) -> tuple[float, ...]:
 
 
 def as_seeds(seeds: Any, path: str) -> tuple[int, ...]:
-    """Distinct seeds, at least one."""
+    """Read distinct seeds, at least one."""
     numbers = tuple(check_whole(seed, f"{path}[{i}]") for i, seed in enumerate(as_items(seeds, path)))
     if not 0 < len(set(numbers)) == len(numbers):
         raise ProgramError(f"expected at least one seed and no duplicates, got {list(numbers)}", path)
@@ -556,12 +556,12 @@ def as_positive(value: Any, path: str) -> float:
 
 
 def as_path(path: Any, name: str) -> Any:
-    """A path to a file, or a journal."""
+    """Read a path to a file, or a journal."""
     return path if isinstance(path, Journal) else as_file(path, name)
 
 
 def as_prompt(prompt: Any, path: str) -> Any:
-    """One prompt. Raises `ProgramError` for a list of prompts."""
+    """Read one prompt. Raises `ProgramError` for a list of prompts."""
     prompt = as_plain(prompt, path)
     ids = isinstance(prompt, (list, tuple)) and len(prompt) > 0 and all(map(is_token_id, prompt))
     image = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
@@ -571,7 +571,7 @@ def as_prompt(prompt: Any, path: str) -> Any:
 
 
 def as_layers(layers: Any, path: str) -> Any:
-    """Layers as arguments: an integer, a range, its text, or a list of these."""
+    """Read layers: an integer, a range, its text, or a list of these."""
     try:
         if isinstance(layers, (slice, Range)):
             return _range(layers)
@@ -588,13 +588,13 @@ def as_layers(layers: Any, path: str) -> Any:
 
 
 def _range(layers: slice | Range) -> Range:
-    """A range with whole-number ends."""
+    """Read a range with whole-number ends."""
     return Range.of(slice(layers.start, layers.stop, layers.step))
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function whose parameters are annotated like the fields of a study, so that they are read before it
-    starts. Raises `ProgramError` for a missing, unknown or surplus argument, and for a value that cannot be read."""
+    """Wrap a function whose parameters are annotated like study fields, to read its arguments before it starts. Raises
+    `ProgramError` for a missing, unknown or surplus argument, and for an invalid value."""
     kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
     others = inspect.Parameter.VAR_KEYWORD in kinds.values()
     fields = fields_of(function, lambda kind: kind != inspect.Parameter.VAR_KEYWORD)
@@ -624,14 +624,14 @@ def numbers_of(layers: Any, path: str = "layers") -> list[int]:
 
 
 def as_position(text: str) -> Any:
-    """A selection on the command line: a number, the text of a selection, or a `Match` as JSON."""
+    """Parse a selection from the command line: a number, the text of a selection, or a `Match` as JSON."""
     if text.lstrip().startswith("{"):
         return msgspec.json.decode(text)
     return int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else text
 
 
 def prompts_in(file: str) -> list[str]:
-    """The prompts of a file, one per line; empty lines are skipped, and \\n is a line break."""
+    """Return a file's prompts, one per line; empty lines are skipped, and \\n is a line break."""
     prompts = [line.replace("\\n", "\n") for line in lines_of(Path(file)) if line.strip()]
     if not prompts:
         raise ProgramError(f"expected prompts, one per line, got an empty file: {file}")
@@ -639,7 +639,7 @@ def prompts_in(file: str) -> list[str]:
 
 
 def edits_in(text: str) -> list[Op]:
-    """The ops of an option: one as JSON, a list of them, those of a .json file, or a mix of named programs."""
+    """Parse an option's ops: one as JSON, a list, a .json file, or a mix of named programs."""
     if text.endswith(".json"):
         text = "\n".join(lines_of(Path(text)))
     if not text.lstrip().startswith(("{", "[")):
@@ -654,7 +654,7 @@ def edits_in(text: str) -> list[Op]:
 
 
 def sae_of(text: str) -> SAE | str:
-    """An SAE on the command line: its folder or file, or the name under which a server has attached it."""
+    """Parse an SAE from the command line: its folder or file, or its name on a server."""
     return SAE.load(text) if Path(text).exists() else text
 
 
@@ -668,7 +668,7 @@ def as_sae(sae: Any, path: str) -> SAE | str:
 
 @contextlib.contextmanager
 def placed_sae(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[Dictionary]:
-    """Attach an SAE for the duration of the context, unless it is attached there already."""
+    """Attach an SAE for the duration of the context, unless it is already attached at that site."""
     known = lm.sites.dictionaries
     if isinstance(sae, str):
         if sae not in known:
@@ -689,7 +689,7 @@ def placed_sae(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[Dictionary]:
 
 @contextlib.contextmanager
 def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dictionary]]:
-    """Like `placed_sae`, and yield the SAE too. Raises `ProgramError` for an SAE that only the server has."""
+    """Attach like `placed_sae`, and yield the SAE too. Raises `ProgramError` for an SAE that only the server has."""
     with placed_sae(lm, sae, at) as where:
         if (own := where.sae if isinstance(sae, str) else sae) is None:
             raise ProgramError(f"only the server has the weights of {sae!r}: pass the SAE itself, pc.SAE.load(path), "
@@ -698,7 +698,7 @@ def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dict
 
 
 def lines_of(file: Path) -> list[str]:
-    """The lines of a text file. U+2028 and others of `splitlines` do not end a line: JSON does not escape them."""
+    """Return a text file's lines. Unlike in `splitlines`, U+2028 does not end a line: JSON does not escape it."""
     try:
         return file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:

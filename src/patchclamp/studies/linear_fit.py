@@ -1,6 +1,6 @@
-"""Fits of linear probes to rows of two classes: logistic regression and the difference of means, AUROC, and folds.
+"""Linear probes for two classes of rows: logistic regression, difference of means, AUROC, and folds.
 
-N rows · D their width · R their rank
+N rows · D row width · R rank of the rows
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ LEAST_VARIANCE = 1e-4  # within classes, as a share of the squared distance of t
 
 
 def fit_logistic(rows_ND: np.ndarray, positive_N: np.ndarray, l2: float) -> tuple[np.ndarray, float]:
-    """The weight w [D] and bias b of logistic regression: they minimise Σ log(1 + exp(−y (w · x + b))) + ½ l2 |w|²,
-    where y is 1 or −1.
+    """Return the weight w [D] and bias b of logistic regression, which minimise Σ log(1 + exp(−y (w · x + b))) + ½ l2
+    |w|², where y is 1 or −1.
 
-    Newton's method, with steps halved while the loss rises. Fewer rows than columns are fitted in the span of the rows,
-    because w has no part outside it.
+    Uses Newton's method, halving steps while the loss rises. With fewer rows than columns, the fit is in the span of
+    the rows, which contains w.
     Source: Hastie, Tibshirani and Friedman, The Elements of Statistical Learning, 4.4.1 and 18.3.5.
     """
     basis_DR, z_NR = None, rows_ND
@@ -48,8 +48,8 @@ def fit_logistic(rows_ND: np.ndarray, positive_N: np.ndarray, l2: float) -> tupl
 
 
 def fit_mean_difference(rows_ND: np.ndarray, positive_N: np.ndarray) -> tuple[np.ndarray, float]:
-    """The weight [D] and bias of the difference of class means, with log-odds of 0 at the midpoint. They are scaled to
-    the log-odds of two normal distributions along it, with the classes' pooled variance."""
+    """Return the weight [D] and bias of the difference of class means, with log-odds of 0 at the midpoint. They are
+    scaled to the log-odds of two normal distributions along it, with the pooled variance."""
     first, second = rows_ND[positive_N].mean(0), rows_ND[~positive_N].mean(0)
     difference = first - second
     along_N = rows_ND @ difference
@@ -62,8 +62,8 @@ def fit_mean_difference(rows_ND: np.ndarray, positive_N: np.ndarray) -> tuple[np
 
 
 def fit_rows(method: str, rows_ND: np.ndarray, positive_N: np.ndarray, l2: float) -> tuple[np.ndarray, float]:
-    """The weight [D] and bias by a method's name. Logistic regression standardises each column first, as
-    scikit-learn's `StandardScaler` does; weight and bias are for the rows as they are."""
+    """Return the weight [D] and bias fitted by `method`. Logistic regression standardises each column first, as
+    scikit-learn's `StandardScaler` does; weight and bias apply to unscaled rows."""
     if method == "mean_difference":
         return fit_mean_difference(rows_ND, positive_N)
     mean, std = rows_ND.mean(0), rows_ND.std(0)
@@ -77,7 +77,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def auroc(scores_N: np.ndarray, positive_N: np.ndarray) -> float:
-    """The share of pairs of a positive and a negative row in which the positive one scores higher; ties count half."""
+    """Return the share of (positive, negative) row pairs in which the positive scores higher; ties count half."""
     _, inverse, counts = np.unique(scores_N, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     positive = int(positive_N.sum())
@@ -86,8 +86,8 @@ def auroc(scores_N: np.ndarray, positive_N: np.ndarray) -> float:
 
 
 def split_folds(document_N: np.ndarray, positive_N: np.ndarray, folds: int, seed: int) -> np.ndarray:
-    """The fold [N] of every row. Documents stay whole. They are shuffled, sorted by their share of positive rows, and
-    dealt out in turn, so that folds have nearly the same share. Raises `ProgramError` if one has a single class."""
+    """Return the fold [N] of every row. Documents stay whole. They are shuffled, sorted by their share of positive
+    rows, and dealt out in turn, which balances the folds. Raises `ProgramError` if a fold has a single class."""
     _, number_N = np.unique(document_N, return_inverse=True)
     share = np.bincount(number_N, positive_N) / np.bincount(number_N)
     order = np.random.default_rng(seed).permutation(len(share))

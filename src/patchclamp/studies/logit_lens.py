@@ -47,7 +47,7 @@ COLOURS: dict[str, str] = {
 
 
 class Guess(PublicStruct, frozen=True):
-    """A token that a layer predicts, and its probability there."""
+    """A token that a layer predicts, and its probability."""
 
     token_id: int
     token: str
@@ -55,12 +55,12 @@ class Guess(PublicStruct, frozen=True):
 
 
 class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: of the chosen
-    tokens; rank 0 is the likeliest. `kl` [L, P]: Σ p · log(p / q) in nats, with p of the final layer through the
-    model's own readout and q of the layer through the lens. `entropy` [L, P]: of q, in nats.
+    """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: the chosen
+    tokens'; rank 0 is the likeliest. `kl` [L, P]: Σ p · log(p / q) in nats, where p is the final layer's distribution
+    by the model's own readout and q the layer's by the lens. `entropy` [L, P]: q's entropy, in nats.
 
-    lens: description of the lens · readout, about: source of the readout's numbers, and the same in words
-    positions: of the prompt, one per column · texts: every token here by its id
+    lens: description of the lens · readout, about: kind of readout, and its description
+    positions: prompt position of each column · texts: every token in the result, by id
     """
 
     prompt: str
@@ -83,18 +83,18 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     entropy: np.ndarray
 
     def top(self, layer: int, position: int) -> list[Guess]:
-        """The likeliest tokens of a layer at a position of the prompt; either may be counted from the end."""
+        """Return the likeliest tokens of a layer at a position of the prompt; either may be counted from the end."""
         at = (_index_of(self.layers, layer, self.layers[-1] + 1, "layer"),
               _index_of(self.positions, position, len(self.prompt_tokens), "position"))  # fmt: skip
         pairs = zip(self.top_ids[at].tolist(), self.top_probs[at].tolist(), strict=True)
         return [Guess(token, self.texts[token], probability) for token, probability in pairs]
 
     def rank(self, token: str | int) -> np.ndarray:
-        """The rank of a chosen token, by its text or id, at every layer and position [L, P]; 0 is the likeliest."""
+        """Return a chosen token's rank, by text or id, at every layer and position [L, P]; 0 is the likeliest."""
         return self.ranks[:, :, self._chosen(token)]
 
     def probability(self, token: str | int) -> np.ndarray:
-        """The probability of a chosen token at every layer and position [L, P]."""
+        """Return the probability of a chosen token at every layer and position [L, P]."""
         return np.exp(self.logprobs[:, :, self._chosen(token)])
 
     def _chosen(self, token: str | int) -> int:
@@ -104,8 +104,8 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return names.index(token)  # pyright: ignore[reportArgumentType]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per layer and position: its token, the likeliest next token, KL, entropy, and the rank and
-        probability of each chosen token."""
+        """Return one row per layer and position: token, likeliest next token, KL, entropy, and each chosen token's rank
+        and probability."""
         import pandas
 
         rows = [
@@ -122,7 +122,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame(rows)
 
     def picture(self, *colours: Colour) -> TokenGrid:
-        """Plot data: a panel for each colour, the likeliest token in each cell."""
+        """Return plot data: a panel for each colour, with the likeliest token in each cell."""
         return TokenGrid(
             title=f"{self.lens[0].upper()}{self.lens[1:]} at {self.site}: what each layer would say next",
             explained="Each cell is the likeliest next token of one layer at one position, read off its stream.",
@@ -146,7 +146,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def _note(self, l: int, p: int) -> str:  # noqa: E741
-        """The hover text of a cell."""
+        """Return the hover text of a cell."""
         tops = ", ".join(
             f"{style.visible(self.texts[int(token)])} {100 * probability:.1f} %"
             for token, probability in zip(self.top_ids[l, p], self.top_probs[l, p], strict=True)
@@ -164,7 +164,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 def _index_of(known: tuple[int, ...], number: int, count: int, path: str) -> int:
-    """The index of a layer or position, which may be counted from the end of all `count`."""
+    """Return the index of a layer or position; negative numbers count from the end of all `count`."""
     wanted = number + count if is_token_id(number) and number < 0 else number
     if not is_token_id(number) or wanted not in known:
         raise unknown(path, number, map(str, known), path)
@@ -268,7 +268,7 @@ def _measure(
     lm: LM, journal: Journal | None, through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor, top: int,
     chosen: list[int], advance: Callable[[int], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure rows [P, 1 + L, D], with the final layer's row first at each position, some positions at a time."""
+    """Measure rows [P, 1 + L, D], each position's final-layer row first, a few positions at a time."""
     together = max(min(ROWS_AT_ONCE, MAX_FLOATS // lm.model.d_vocab) // rows_PLD.shape[1], 1)
     parts: list[list[np.ndarray]] = []
     for rows in rows_PLD.split(together):
@@ -287,7 +287,7 @@ def _measure(
 
 
 def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen: list[int]) -> list[np.ndarray]:
-    """Measure logits that arrive in chunks [n, V]: at each position the final layer's, then each layer's."""
+    """Measure logits that arrive in chunks [n, V]: for each position the final layer's, then each layer's."""
     rows = (row for part in logits for row in zip(part.log_softmax(-1), part, strict=True))
     cells, final_V = [], None
     for number, (logprobs_V, logits_V) in enumerate(rows):
@@ -309,7 +309,7 @@ def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen:
 
 
 def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple[list[int], dict[int, Translator]]:
-    """The layers to read, by default those with a translator, and their translators, if there are any."""
+    """Return the layers to read, by default those with a translator, and their translators, if any."""
     if translators is None:
         return inputs.layers_of(lm, at.name, layers), {}
     chosen = None if layers is None else tuple(inputs.layers_of(lm, at.name, layers))
@@ -333,7 +333,7 @@ def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Ten
 
 
 def _labels(own_VD: torch.Tensor | None, labels: Sequence[str] | None) -> list[str] | None:
-    """Names of the rows of a matrix that replaces the unembedding."""
+    """Return the row names of a matrix that replaces the unembedding."""
     if own_VD is None:
         if labels is not None:
             raise ProgramError("labels require unembedding=, whose rows they name", "labels")
@@ -346,7 +346,7 @@ def _labels(own_VD: torch.Tensor | None, labels: Sequence[str] | None) -> list[s
 
 
 def _chosen(lm: LM, token: str | int, names: list[str] | None, number: int) -> int:
-    """The id of a chosen token, or the row with that label."""
+    """Return the id of a chosen token, or the row with that label."""
     path = f"tokens[{number}]"
     if names is not None:
         if token not in names:
@@ -356,7 +356,7 @@ def _chosen(lm: LM, token: str | int, names: list[str] | None, number: int) -> i
 
 
 def checked_site(lm: LM, site: Site | str) -> Site:
-    """A site name, checked to be as wide as the stream and to have one row per layer."""
+    """Return a site after checking that it is as wide as the stream and has one row per layer."""
     try:
         at = parse_site(site)
     except PatchclampError as error:

@@ -1,16 +1,16 @@
 """Metrics of a run, their spread over prompt pairs, and divergences of next-token distributions.
 
-A metric is one number from the log-probabilities of an answer, of one or several tokens, and of a foil.
+A metric is one number, computed from the log-probabilities of an answer and a foil, each of one or several tokens.
 
     prob        p(answer)
     logprob     log p(answer)
     logit_diff  log p(answer) − log p(foil); for one token each, logit(answer) − logit(foil)
     recovered   (logit_diff − corrupt) / (clean − corrupt): 0 is the corrupt run, 1 the clean one
 
-`Metric` is your own.
+`Metric` defines your own.
 
 For an answer of n tokens, log p is the sum of log p(answer[i] | prompt + answer[:i]) over n runs. Their edits name
-positions of the prompt, so they act the same in each run. A run grades every token asked after the same prefix.
+positions of the prompt, so they act the same in each run. A run grades all tokens requested after the same prefix.
 Source: logit difference and its normalisation, Wang et al. 2022 (arXiv:2211.00593), section 3; probability, Meng et al.
 2022 (arXiv:2202.05262), section 2; on the choice of metric, Zhang and Nanda 2023 (arXiv:2309.16042).
 
@@ -49,8 +49,8 @@ ALONE = ("logprob", "prob")  # metrics of the answer without a foil
 class Logprobs(PublicStruct, frozen=True):
     """The log-probabilities of one run, for a `Metric`.
 
-    answer, foil: those of the answer and the foil, sums over their tokens; `foil` is NaN without one
-    tokens: of the metric's own tokens, by text and by id · top: of the likeliest next tokens, by id, likeliest first
+    answer, foil: log-probabilities of answer and foil, summed over their tokens; `foil` is NaN without one
+    tokens: the metric's own tokens, by text and by id · top: the likeliest next tokens, by id, likeliest first
     """
 
     answer: float
@@ -76,7 +76,7 @@ class Metric(PublicStruct, frozen=True):
     function: called with a `Logprobs` for every run; returns a number
     tokens: tokens to grade besides answer and foil, as texts of one token or ids: `logprobs[" Berlin"]`
     top: the number of likeliest next tokens to report, at most 128. Each cell then takes one more run
-    name: in tables and figures; the function's name by default
+    name: label in tables and figures; the function's name by default
     """
 
     function: Callable[[Logprobs], Any]
@@ -92,7 +92,7 @@ class Metric(PublicStruct, frozen=True):
         metric = metric if isinstance(metric, cls) else cls(metric)
         if not callable(metric.function):
             raise ProgramError(f"expected the name of a metric or a function, got {metric.function!r:.100}", path)
-        own = getattr(metric.function, "func", metric.function)  # of a functools.partial
+        own = getattr(metric.function, "func", metric.function)  # unwraps a functools.partial
         name = metric.name or getattr(own, "__name__", type(own).__name__)
         if not isinstance(name, str) or name in METRICS:
             raise ProgramError(f"expected a name other than {', '.join(METRICS)}, got {name!r:.100}", f"{path}.name")
@@ -117,7 +117,7 @@ class Metric(PublicStruct, frozen=True):
 class Graded(msgspec.Struct, frozen=True):
     """A metric and the exact tokens that it grades.
 
-    custom: a metric of the user's · tokens: its own tokens, by text and by id
+    custom: the user's metric · tokens: its own tokens, by text and by id
     """
 
     metric: str
@@ -153,16 +153,16 @@ class Graded(msgspec.Struct, frozen=True):
 
     @property
     def runs(self) -> int:
-        """The number of requests of a program that runs as requests."""
+        """The number of requests per program, when run as requests."""
         return len({suffix for score in self.scores for suffix, _ in score}) + (self.top > 0)
 
     @property
     def top(self) -> int:
-        """The number of likeliest tokens that it needs."""
+        """The number of likeliest tokens that the metric needs."""
         return self.custom.top if self.custom is not None else 0
 
     def records(self, grades: Grades, programs: np.ndarray) -> list[Recorded]:
-        """The records of some programs of a job. Raises the first error of a program."""
+        """Return the records of `programs`, indices into a job's. Raises the first error of a program."""
         if grades.errors:
             raise grades.errors[min(grades.errors)]
         logprobs = grades.logprobs[programs].astype(np.float64)
@@ -173,13 +173,13 @@ class Graded(msgspec.Struct, frozen=True):
         return list(zip(logprobs.tolist(), tops, strict=True))
 
     def of_logprobs(self, logprobs_NS: np.ndarray) -> np.ndarray:
-        """A named metric before normalisation, of log-probabilities of its `scores`."""
+        """Return a named metric before normalisation, given the log-probabilities of its `scores`."""
         if self.metric in ALONE:
             return np.exp(logprobs_NS[:, 0]) if self.metric == "prob" else logprobs_NS[:, 0]
         return logprobs_NS[:, 0] - logprobs_NS[:, 1]
 
     def value(self, recorded: Recorded) -> float:
-        """The metric before normalisation, of a record."""
+        """Return a record's metric before normalisation."""
         if not isinstance(recorded, tuple):
             return recorded
         assert self.custom is not None
@@ -190,7 +190,7 @@ class Graded(msgspec.Struct, frozen=True):
         return self.custom.value(Logprobs(logprobs[0], foil, tokens, top))
 
     def scale(self, clean: float, corrupt: float) -> tuple[float, float]:
-        """(offset, factor) such that the metric is (value − offset) · factor."""
+        """Return (offset, factor) such that the metric is (value − offset) · factor."""
         if self.metric != "recovered":
             return 0.0, 1.0
         if clean == corrupt:
@@ -214,10 +214,10 @@ def grade(
 
 
 def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
-    """The token ids of an answer: of a text, of one id, or of several.
+    """Return the token ids of an answer, given as text, one id, or several.
 
-    Raises: `TokensError` for a text without tokens, or one of several tokens that would be a single token with a
-    leading space; `ProgramError` for any other type.
+    Raises: `TokensError` for text without tokens, or text of several tokens that a leading space would make one token;
+    `ProgramError` for any other type.
     """
     several = answer if isinstance(answer, (list, tuple)) else [answer]
     if several and all(is_token_id(token) for token in several):
@@ -240,7 +240,7 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
 
 
 def bare_ids(lm: LM, text: str, path: str) -> list[int]:
-    """The token ids of a text without special tokens. Raises `ProgramError` for half a surrogate pair."""
+    """Return the token ids of a text without special tokens. Raises `ProgramError` for half a surrogate pair."""
     try:
         return lm.tokenizer.bare(text)
     except (TypeError, ValueError) as error:
@@ -248,7 +248,7 @@ def bare_ids(lm: LM, text: str, path: str) -> list[int]:
 
 
 def single_token(lm: LM, answer: Any, path: str) -> int:
-    """The token id of a one-token answer. Raises as `answer_tokens`, and `TokensError` for several tokens."""
+    """Return the token id of a one-token answer. Raises as `answer_tokens`, and `TokensError` for several tokens."""
     ids = answer_tokens(lm, answer, path)
     if len(ids) != 1:
         tokens = lm.tokenizer.token_strings(list(ids))
@@ -257,14 +257,14 @@ def single_token(lm: LM, answer: Any, path: str) -> int:
 
 
 def text_of(lm: LM, tokens: Sequence[int]) -> str:
-    """An answer as text."""
+    """Return an answer as text."""
     return "".join(lm.tokenizer.token_strings(list(tokens)))
 
 
 LEVEL = 0.95
 BOOTSTRAPS, FLIPS = 2_000, 10_000
 EXACT = 13  # largest number of pairs for which all sign combinations are tried: 2 ** 13 is below FLIPS
-_AT_ONCE = 1 << 22  # numbers in one matrix
+_AT_ONCE = 1 << 22  # entries of one matrix
 
 
 class Spread(NamedTuple):
@@ -280,13 +280,13 @@ class Spread(NamedTuple):
 
 
 def spread(values_NC: np.ndarray, base_N: np.ndarray, seed: int) -> Spread:
-    """Intervals and p-values of the mean over pairs.
+    """Return intervals and p-values of the mean over pairs.
 
     values_NC: values of each pair; base_N: metric of its unpatched run, against which effects are measured
-    Both intervals are the percentile bootstrap over pairs, from the same draws. An effect is a pair's value minus the
-    same pair's base, so the spread of the bases does not widen its interval. The test flips the signs of pairs'
-    effects, because under the null hypothesis an effect and its opposite are equally likely. `p_family` compares with
-    the largest statistic of all cells, so it holds for all of them together.
+    Both intervals are the percentile bootstrap over pairs, from the same draws. An effect is a pair's value minus that
+    pair's base, so the spread of the bases does not widen its interval. The test flips the signs of pairs' effects,
+    because under the null hypothesis an effect and its opposite are equally likely. `p_family` compares with the
+    largest statistic of all cells, so it holds for all of them together.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, 13.3; sign flips with the largest statistic,
     Nichols and Holmes 2002 (Human Brain Mapping 15), and Westfall and Young 1993.
@@ -309,7 +309,7 @@ def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndar
 
 
 def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The share of flips with a statistic of at least the observed one; drawn flips also count the observed one."""
+    """Return the share of flips with at least the observed statistic; drawn flips also count the observed one."""
     size = np.sqrt((effects_NC**2).sum(0))
     unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
     observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order
@@ -329,13 +329,13 @@ def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.nda
 
 
 def js(log_p: np.ndarray, log_q: np.ndarray) -> float:
-    """JS(p, q) of two distributions as log-probabilities [V]."""
+    """Return JS(p, q) of two distributions, given as log-probabilities [V]."""
     log_m = np.logaddexp(log_p, log_q) - np.log(2.0)
     return 0.5 * (kl(log_p, log_m) + kl(log_q, log_m))
 
 
 def with_rest(logprobs: Sequence[float]) -> np.ndarray:
-    """Log-probabilities of some tokens, and of all others together: a distribution of n + 1.
+    """Append the log-probability of all other tokens together, for a distribution of n + 1.
 
     Divergences of two such distributions are lower bounds of the full ones (data processing inequality).
     """

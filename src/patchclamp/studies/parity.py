@@ -1,7 +1,7 @@
 """Parity: do two engines agree on a model's sites? All sites of all layers are captured on both, with one edit at each.
 
 The reference runs first and is closed before the other starts, so that a GPU holds one model at a time; only its rows
-are kept. Differences are ‖a − b‖₂ / ‖b‖₂ of a row, with b from the reference; a site's is that of its worst row.
+are kept. A row's difference is ‖a − b‖₂ / ‖b‖₂, with b from the reference; a site's is its worst row's.
 
 T positions · W width of a site · V vocabulary
 """
@@ -28,8 +28,8 @@ from patchclamp.studies.study import Arg
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Allowed differences between two engines. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: difference of the moves of the logits
-    by an edit, relative to the largest move if that is above 1; `logprobs`: absolute."""
+    """Allowed differences between two engines. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: difference between an edit's changes of
+    the logits, relative to the largest change if that is above 1; `logprobs`: absolute."""
 
     rows: float
     edit: float
@@ -37,9 +37,9 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class SiteParity(msgspec.Struct, frozen=True):
-    """One site: its places, the worst of them, and one edit at `edit_at`. `moved` and `here` are how far the edit moved
-    the logits of the reference and of the examined engine; `edit` is the difference of the two moves, relative to the
-    largest move if that is above 1. A move within the batch noise of an engine counts as 0."""
+    """One site: its places, the worst place, and one edit at `edit_at`. The edit moved the logits by `moved` on the
+    reference and by `here` on the examined engine; `edit` is the difference between these moves, relative to the
+    largest move if that is above 1. A move within an engine's batch noise counts as 0."""
 
     name: str
     places: tuple[str, ...]
@@ -53,9 +53,9 @@ class SiteParity(msgspec.Struct, frozen=True):
 
 class Parity(msgspec.Struct, frozen=True):
     """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
-    compared; `alike`: generated tokens on which both agree, and their total; `only`: sites on one engine only, by the
-    same table; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the worst row of
-    every place; `logprobs`: the largest difference among tokens on which both agree."""
+    compared; `alike`: generated tokens on which both agree, and their total; `only`: sites that just one engine has, by
+    the same table; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the worst row
+    of every place; `logprobs`: the largest difference among tokens on which both agree."""
 
     model: str
     family: str
@@ -72,11 +72,11 @@ class Parity(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
 
     def leaves(self, site: SiteParity) -> str | None:
-        """The first place of a site, layer by layer, that is out of tolerance."""
+        """Return the first place of a site, layer by layer, that is out of tolerance."""
         return next((place for place in site.places if not self.gaps[place] <= self.bounds.rows), None)
 
     def moves(self, site: SiteParity) -> bool:
-        """True if the edit moved the logits of both engines, within the allowed difference."""
+        """Return True if the edit moved the logits of both engines, within the allowed difference."""
         return site.moved > 0 and site.here > 0 and site.edit <= self.bounds.edit
 
     @property
@@ -111,7 +111,7 @@ class Parity(msgspec.Struct, frozen=True):
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON."""
+        """Return everything as plain data, for JSON."""
         sites = [
             {**msgspec.to_builtins(site), "places": {place: self.gaps[place] for place in site.places},
              "first_out": self.leaves(site), "holds": self.leaves(site) is None, "edit_holds": self.moves(site)}
@@ -162,9 +162,9 @@ def parity(
 ) -> Parity:
     """Run `prompts` as one batch on both `engines` and compare every site in the model's table.
 
-    `tolerance`: of rows (by default `BOUNDS` of the dtype); `max_tokens`: tokens to generate, so that steps of one
-    token are compared too, as long as both engines choose the same. `options` go to each engine that has one of that
-    name; an option that neither has is an error. `tell` receives progress messages.
+    `tolerance`: bound on rows, by default the dtype's in `BOUNDS`; `max_tokens`: tokens to generate, to compare decode
+    steps too, as long as both engines choose the same token. `options` go to each engine that has an option of that
+    name; an unknown option is an error. `tell` receives progress messages.
 
     Raises: `ProgramError` for a dtype without bounds or no prompts, and any error of starting an engine.
     """
@@ -181,8 +181,8 @@ def parity(
 
 
 def given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options that each engine supports; the second also gets those that neither supports, and refuses them. For
-    two engines of one kind the options are the second's, except those that decide how a model is read."""
+    """Return the options that each engine supports; the second also gets unknown options, and refuses them. For two
+    engines of one kind the options are the second's, except options that decide how a model is read."""
     if engines[0] == engines[1]:
         return {name: value for name, value in options.items() if name in READ}, options
     first, second = (known_options(engine) if options else [] for engine in engines)
@@ -264,21 +264,21 @@ def _kept(lm: LM, run: Run) -> _ObservedPrompt:
 
 
 def _flat(rows: Any) -> np.ndarray:
-    """[T, W], heads concatenated."""
+    """Return rows as [T, W], heads concatenated."""
     array = np.asarray(rows, np.float32)
     return array.reshape(len(array), -1)
 
 
 def _edit(lm: LM, name: str, kept: _ObservedPrompt) -> tuple[str, np.ndarray]:
-    """The middle place of a site, and the prover's push of its last row there."""
+    """Return a site's middle place, and the prover's push of its last row."""
     places = lm.sites.resolve(pc.Site(name))
     place = str(places[len(places) // 2])
     return place, push(name, kept.rows[place][0 if name == "logits" else len(kept.prompt) - 1])
 
 
 def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarray], float]:
-    """The change of the next token's logits [V] by each edit of the prompt's last token, and the largest change without
-    an edit; all in one batch."""
+    """Return each edit's change of the next token's logits [V], at the prompt's last token, and the largest change
+    without an edit; all in one batch."""
     here = {name: edit for name, edit in edits.items() if name in lm.sites.names}
     programs = [[], *([pc.Add(vector, at=place, tokens=pc.prompt[-1])] for place, vector in here.values()), []]
     at = pc.logits @ pc.prompt[-1]
@@ -321,24 +321,24 @@ def _names(places: Iterable[str]) -> set[str]:
 
 
 def _common(a: _ObservedPrompt, b: _ObservedPrompt) -> int:
-    """The number of leading generated tokens on which two runs agree."""
+    """Return the number of leading generated tokens on which two runs agree."""
     same = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
     return same.index(False) if False in same else len(same)
 
 
 def _positions(kept: _ObservedPrompt, common: int) -> int:
-    """The number of positions with the same tokens up to them; the last token was never an input."""
+    """Return the number of positions up to which tokens agree; the last token was never an input."""
     return len(kept.prompt) + min(common, len(kept.tokens) - 1)
 
 
 def _gaps(a: _ObservedPrompt, b: _ObservedPrompt, common: int) -> dict[str, float]:
-    """The worst row of each place, over positions with the same tokens in both runs."""
+    """Return the worst row of each place, over positions with the same tokens in both runs."""
     positions = {place: (common + 1 if place == "logits" else _positions(b, common)) for place in a.rows}
     return {place: apart(a.rows[place][:n], b.rows[place][:n]) for place, n in positions.items() if place in b.rows}
 
 
 def apart(ours_TW: np.ndarray, theirs_TW: np.ndarray) -> float:
-    """The largest ‖a − b‖₂ / ‖b‖₂ over rows; infinite for NaN, no rows or different widths."""
+    """Return the largest ‖a − b‖₂ / ‖b‖₂ over rows; infinite for NaN, no rows or different widths."""
     if ours_TW.shape[1:] != theirs_TW.shape[1:] or not len(ours_TW) or not len(theirs_TW):
         return float("inf")
     n = min(len(ours_TW), len(theirs_TW))
@@ -349,7 +349,7 @@ def apart(ours_TW: np.ndarray, theirs_TW: np.ndarray) -> float:
 
 
 def _largest(numbers: np.ndarray) -> float:
-    """The largest absolute value; infinite if one is NaN, 0 for an empty array."""
+    """Return the largest absolute value; infinite if one is NaN, 0 for an empty array."""
     return float(np.nan_to_num(np.abs(numbers), nan=np.inf, posinf=np.inf).max(initial=0.0))
 
 
@@ -362,6 +362,6 @@ def _site(name: str, worst: Mapping[str, float], ours: _Seen, theirs: _Seen) -> 
 
 
 def _beyond(moved: np.ndarray, noise: float) -> float:
-    """The largest move of the logits; 0 if it may be batch noise."""
+    """Return the largest move of the logits; 0 if it may be batch noise."""
     most = _largest(moved)
     return most if most > 4 * noise + 1e-6 else 0.0

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`texts` [S][G]: the continuations of the target prompt. `top_ids`, `top_probs` [S, G, K]: the likeliest first
-    tokens of each, best first; `logprobs` [S, G, C]: of the chosen tokens there. `moved` [S, G]: KL divergence, in
-    nats, of that distribution from the unpatched target prompt's, whose continuation is `plain_text`. `scales` [S, G]:
-    factors on the activation, 1 unless it was norm-matched.
+    """`texts` [S][G]: the target prompt's continuations. `top_ids`, `top_probs` [S, G, K]: their likeliest first
+    tokens, best first; `logprobs` [S, G, C]: the chosen tokens' log-probabilities as first token. `moved` [S, G]: KL
+    divergence, in nats, of the first token from the unpatched target prompt, whose continuation is `plain_text`.
+    `scales` [S, G]: factors on the activation, 1 unless it was norm-matched.
 
-    target_layers: G of them; empty, with G = 1, if each activation was patched into the layer it came from
-    texts_of: every token here by its id
+    target_layers: the G layers; empty, with G = 1, if each activation was patched into the layer it came from
+    texts_of: every token in the result, by id
     """
 
     site: str
@@ -60,7 +60,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     scales: np.ndarray
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per cell: layers, text, likeliest first token, KL divergence, and each chosen token's probability."""
+        """Return one row per cell: layers, text, likeliest first token, KL, and each chosen token's probability."""
         import pandas
 
         return pandas.DataFrame([
@@ -79,7 +79,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.target_layers[g] if self.target_layers else self.layers[s]
 
     def picture(self) -> TokenGrid:
-        """Plot data: the beginning of each text in its cell, coloured by its first token's probability."""
+        """Return plot data: the beginning of each text in its cell, coloured by its first token's probability."""
         source = "".join(self.source_tokens[p] for p in self.source_positions)
         target = "".join(self.target_tokens[p] for p in self.target_positions)
         matched = ", scaled to the length of what it replaces" if self.normed else ""
@@ -103,7 +103,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def _cells(self) -> tuple[tuple[str, ...], ...]:
-        """The text in each cell: the continuation for a single column, otherwise its first token."""
+        """Return the text in each cell: the continuation for a single column, otherwise its first token."""
         if not self.target_layers:
             return tuple((style.shorten(style.plain(row[0]), 60),) for row in self.texts)
         return tuple(tuple(style.visible(self.texts_of[int(token)]) for token in row) for row in self.top_ids[:, :, 0])
@@ -214,8 +214,8 @@ patchscope: Callable[..., PatchscopeResult] = Patchscope.short_form("patchscope"
 
 
 class _Continued(NamedTuple):
-    """A patched run of the target prompt: its text and, for its first token, the likeliest ones, the log-probabilities
-    of the chosen ones, and the KL divergence from the unpatched run."""
+    """A patched run of the target prompt: its text and, for the first token, the likeliest candidates, the chosen
+    tokens' log-probabilities, and the KL divergence from the unpatched run."""
 
     text: str
     top_ids: list[int]
@@ -232,7 +232,7 @@ class _Continued(NamedTuple):
 
 
 def _logprobs(run: Run) -> torch.Tensor:
-    """Log-probabilities of the first generated token, [V]."""
+    """Return the first generated token's log-probabilities, [V]."""
     import torch
 
     return torch.as_tensor(run[LOGITS]).float()[0].log_softmax(-1)
@@ -241,7 +241,7 @@ def _logprobs(run: Run) -> torch.Tensor:
 def _vector(
     from_run: Run, into_run: Run, site: str, cell: tuple[int, int], out: list[int], into: list[int], normed: bool
 ) -> tuple[np.ndarray, float]:
-    """The rows [n, D] that a cell writes, and the mean factor on them."""
+    """Return the rows [n, D] that a cell writes, and the mean factor on them."""
     rows_nD = np.asarray(from_run[Site(site, cell[0])], np.float32)[out]
     if not normed:
         return rows_nD, 1.0

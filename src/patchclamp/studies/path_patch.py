@@ -42,7 +42,7 @@ FREEZABLE = ("z", "attn_out", "mlp_out")
 ATTENTION, MLP = ("z", "attn_out"), ("neurons", "mlp_out")  # senders
 logger: logging.Logger = logging.getLogger(__name__)
 
-SENT = "senders"  # the label of their positions
+SENT = "senders"  # label of the senders' positions
 SENDERS_AT_ONCE = 64  # senders whose receivers' inputs are kept at a time
 
 
@@ -56,9 +56,9 @@ class PathReceiver(NamedTuple):
 class PathPatch(PairGrid):
     """Patch the path from every sender to every receiver, everything between them frozen, and show which paths matter.
 
-    Rows of the grid are senders, columns receivers. A receiver that is not downstream of a sender has NaN there.
-    Receivers are patched at every position of the patched prompt. For prompts of different lengths, `positions` says
-    which tokens of the senders are patched.
+    Rows of the grid are senders, columns receivers. A cell is NaN if its receiver is not downstream of its sender.
+    Receivers are patched at every position of the patched prompt. For prompts of different lengths, `positions` selects
+    the senders' tokens to patch.
 
     Raises: `UnsupportedSite` for sites that cannot be senders or receivers, `ProgramError` for a wrong argument, and
     the error of any run.
@@ -97,7 +97,7 @@ path_patch: Callable[..., PathPatchResult] = PathPatch.short_form("path_patch")
 
 
 class _PathPlan(GridPlan):
-    """A row is a sender, a column a receiver. One pair of prompts is patched at a time."""
+    """A grid of senders (rows) and receivers (columns). One pair of prompts is patched at a time."""
 
     def __init__(
         self, lm: LM, study: PathPatch, cases: list[GridCase], rows: list[Row], receivers: list[PathReceiver],
@@ -116,8 +116,8 @@ class _PathPlan(GridPlan):
 
     @functools.cached_property
     def _notice(self) -> str:
-        """The reason why the effect on the end of the model is 0 by construction; "" if it is not, as for an answer
-        of several tokens, whose later ones attend to the patched tokens."""
+        """The reason why the effect on the end of the model is 0 by construction; "" if it is not: an answer's later
+        tokens, for example, attend to the patched tokens."""
         ends = [of.label for of in self.receivers if not of.sites]
         frozen = [name for name in self.frozen if name in ATTENTION]
         reached = any(
@@ -132,7 +132,7 @@ class _PathPlan(GridPlan):
                 "or leave attention out of freeze=.")  # fmt: skip
 
     def _possible(self, row: Row, p: int) -> bool:
-        sites = self.receivers[p].sites  # those that are not downstream keep their unpatched values
+        sites = self.receivers[p].sites  # receivers that are not downstream keep their unpatched values
         return not sites or any(_behind(self.lm, row, site) for site in sites)
 
     def parts(self, places: Sequence[GridPlace]) -> list[Sequence[GridPlace]]:
@@ -149,7 +149,7 @@ class _PathPlan(GridPlan):
 
         @functools.cache
         def both() -> tuple[Run, Run]:
-            """Runs of the source prompt and of the patched prompt."""
+            """Run the source prompt and the patched prompt."""
             [source] = captured_runs(self.lm, [case.side(self.read).ids], self.sites)
             until.callback(source.close)
             [base] = captured_runs(self.lm, [ids], [Site(name) for name in self.frozen])
@@ -168,9 +168,9 @@ class _PathPlan(GridPlan):
 
 
 class _PathWriter(CellWriter):
-    """Writes the edits of the graded runs in one pair of prompts.
+    """Writes the edits for the graded runs of a prompt pair.
 
-    source: run of the other prompt · base: unpatched run · sent: run 2 of each sender, by row
+    source: run of the other prompt · base: unpatched run · sent: each sender's run 2, by row
     """
 
     def __init__(self, plan: _PathPlan, ids: Sequence[int], source: Run, base: Run) -> None:
@@ -179,7 +179,7 @@ class _PathWriter(CellWriter):
         self._sent: dict[int, Run] = {}
 
     def send(self, senders: dict[int, Any], until: ExitStack) -> None:
-        """Make run 2 of every sender (row, positions to read and to write), unless all receivers are the end of the
+        """Execute run 2 for every sender (row, positions to read and to write), unless all receivers are the end of the
         model."""
         inner = list(dict.fromkeys(site for of in self._plan.receivers for site in of.sites))
         if not inner:
@@ -202,8 +202,8 @@ class _PathWriter(CellWriter):
         return [[Replace(From(self._sent[r], at, whole), at=at, tokens=whole) for at in receiver.sites]]
 
     def _sending(self, row: Row, read: tuple[int, ...], write: tuple[int, ...]) -> list[Op]:
-        """The edits of run 2: the sender gets its value from the other prompt, everything downstream is frozen to the
-        unpatched run. In the sender's own layer, the MLP is downstream of attention.
+        """Return the edits of run 2: the sender gets its value from the other prompt, everything downstream is frozen
+        to the unpatched run. In the sender's own layer, the MLP is downstream of attention.
         """
         assert row.layer is not None
         edits: list[Op] = [Replace(From(self._source, at, every[read]), at=at, tokens=every[write]) for at in row.sites]
@@ -217,7 +217,7 @@ class _PathWriter(CellWriter):
 
 
 def _behind(lm: LM, row: Row, site: Site) -> bool:
-    """True if a receiver's site reads what a sender wrote: it is in a later layer, or downstream in the same layer."""
+    """Return True if a receiver's site reads a sender's output: in a later layer, or downstream in the same layer."""
     assert row.layer is not None
     assert isinstance(site.layers, int)
     if site.layers != row.layer:
@@ -239,7 +239,7 @@ def _check_mixers(lm: LM) -> None:
 
 
 def _senders(lm: LM, senders: Any, layers: Any, group: inputs.OptionalCount) -> list[Row]:
-    """The sender rows: heads and neurons in groups, other outputs whole."""
+    """Return the sender rows: heads and neurons in groups, other outputs whole."""
     rows: dict[Row, None] = {}
     for i, text in enumerate([senders] if isinstance(senders, (str, Site)) else senders):
         try:
@@ -289,7 +289,7 @@ def _frozen(freeze: Sequence[str]) -> tuple[str, ...]:
 
 
 def _at(positions: Any, clean: Any) -> dict[str, Any]:
-    """The single column of senders' positions; for several pairs, it may hold a selection for each."""
+    """Return the single column of sender positions; with several pairs, it may have one selection per pair."""
     positions = as_plain(positions, "positions")
     count = len(clean) if inputs.listed(clean) else 1
     if isinstance(positions, (list, tuple)) and len(positions) != count:

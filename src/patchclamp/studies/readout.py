@@ -1,14 +1,14 @@
 """The parts of a model that studies compute themselves, from its weights (`LM.weights`): norms, the unembedding, and
-the matrices with which heads and neurons write into the stream.
+the matrices through which heads and neurons write into the stream.
 
 Tables do not define how a norm is computed, so anything built from weights is first verified against the live model: a
-readout must reproduce its logits from its own last stream, a writer what it wrote.
+readout must reproduce its logits from its last stream, an output projection its layer's output.
 
 A readout maps rows of the stream to logits in one of two ways. From the weights, it uses the final norm and the
 unembedding. From the engine, each row replaces the last stream of a run; this is exact for every model, but costs one
 request per row.
 
-N rows · D model width · V vocabulary · W width of the row that is read: all heads' results, or all neurons
+N rows · D model width · V vocabulary · W width of an input row: all heads' results, or all neurons
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Candidate = TypeVar("Candidate")
 
 
 def weight_or_none(lm: LM, name: str, layer: int | None = None) -> torch.Tensor | None:
-    """A weight, or None if the model has none of this name."""
+    """Return a weight, or None if the model has no weight of this name."""
     try:
         return lm.weights(name, layer)
     except UnsupportedSite:
@@ -57,8 +57,8 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
         return normed_ND if self.bias is None else normed_ND + self.bias
 
     def frozen(self, parts_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Apply the norm, without its bias, to parts that add up to rows, each divided by its row's scale. This is
-        linear in the parts."""
+        """Apply the norm, without its bias, to parts that add up to rows, with each row's scale. This is linear in the
+        parts."""
         if self.centres:
             parts_ND = parts_ND - parts_ND.mean(-1, keepdim=True)
             rows_ND = rows_ND - rows_ND.mean(-1, keepdim=True)
@@ -66,7 +66,7 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
         return parts_ND / scale_N1 * self.weight
 
     def pulled(self, directions_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The directions g with ⟨g, part⟩ = ⟨direction, `frozen` part⟩ for every part."""
+        """Return the directions g with ⟨g, part⟩ = ⟨direction, `frozen` part⟩ for every part."""
         directions_ND = directions_ND * self.weight
         if self.centres:
             directions_ND = directions_ND - directions_ND.mean(-1, keepdim=True)
@@ -75,8 +75,8 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
 
 
 def possible_norms(lm: LM, name: str, layer: int | None = None) -> list[Norm]:
-    """Candidates for a norm of the model, such as `ln1`: with or without the mean, and with the weight as stored or
-    around 1, as Gemma stores it. The live model's rows decide between them."""
+    """Return candidates for a norm, such as `ln1`: with or without the mean, and with the weight as stored or, as in
+    Gemma, plus 1. The live model's rows decide between them."""
     import torch
 
     weight, bias = weight_or_none(lm, f"{name}.w", layer), weight_or_none(lm, f"{name}.b", layer)
@@ -90,28 +90,28 @@ def possible_norms(lm: LM, name: str, layer: int | None = None) -> list[Norm]:
 
 
 def relative_gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The distance of two tensors, relative to the second one's spread around its mean; 1 if that spread is 0."""
+    """Return the distance of two tensors, relative to the second's spread around its mean; 1 if it has no spread."""
     spread = float((theirs - theirs.mean()).norm())
     gap = float((ours - theirs).norm())
     return gap / spread if spread > 0 and gap == gap else float(gap > 0)
 
 
 def tolerance(dtype: str) -> float:
-    """Allowed `relative_gap` between our fp32 results and those of a model in its own dtype."""
+    """Return the allowed `relative_gap` between our fp32 results and a model's in its own dtype."""
     return {"float32": 1e-3, "float16": 2e-2}.get(dtype, 5e-2)
 
 
 def best_of(candidates: Sequence[Candidate], gap: Callable[[Candidate], float]) -> tuple[Candidate | None, float]:
-    """The candidate with the smallest gap, and its gap; (None, 1) without candidates."""
+    """Return the candidate with the smallest gap, and its gap; (None, 1) without candidates."""
     gaps = [gap(candidate) for candidate in candidates]
     best = int(np.argmin(gaps)) if gaps else None
     return (None, 1.0) if best is None else (candidates[best], gaps[best])
 
 
 def proved_norm(lm: LM, names: Sequence[str], layer: int, before_ND: torch.Tensor, after_ND: torch.Tensor) -> Norm:
-    """The norm, among some of a layer's, that maps the live model's rows before it to those after it.
+    """Return the norm, among a layer's `names`, that maps the live model's rows before it to its rows after it.
 
-    Raises: `ModelError` if none does.
+    Raises: `ModelError` if no candidate does.
     """
     norms = [norm for name in names for norm in possible_norms(lm, name, layer)]
     norm, gap = best_of(norms, lambda norm: relative_gap(norm(before_ND), after_ND))
@@ -147,7 +147,7 @@ class Unembedding(msgspec.Struct, frozen=True, eq=False):
         return logits_NV if self.cap is None else self.cap * (logits_NV / self.cap).tanh()
 
     def uncapped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits before the cap."""
+        """Return logits before the cap."""
         return logits if self.cap is None else self.cap * (logits / self.cap).atanh()
 
 
@@ -155,8 +155,8 @@ _UNEMBEDDINGS: weakref.WeakKeyDictionary[Engine, Unembedding] = weakref.WeakKeyD
 
 
 def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
-    """The unembedding that reproduces the live model's logits for a prompt. It is cached per engine, and verified
-    again.
+    """Return the unembedding that reproduces the live model's logits for a prompt. It is cached per engine, and
+    verified again.
 
     Raises: `ModelError` if the model's last step has another form.
     """
@@ -188,7 +188,7 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
 class FromWeights:
     """A readout from the model's weights, verified on the live model, in fp32.
 
-    way: source of its numbers · about: the same in words, for results
+    way: kind of readout · about: its description, for results
     """
 
     way: Way = "weights"
@@ -198,18 +198,18 @@ class FromWeights:
         self.about = "the model's norm and unembedding, proved on the live model"
 
     def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The logits [n, V] of rows of the stream, a few rows at a time, in order."""
+        """Yield the logits [n, V] of stream rows, a few rows at a time, in order."""
         count = max(MAX_FLOATS // len(self.unembedding.matrix_VD), 1)
         for rows in rows_ND.split(count):
             yield self.unembedding(rows)
 
     def normed(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """The final norm applied to rows of the stream, [N, D]."""
+        """Return the final norm applied to rows of the stream, [N, D]."""
         return self.unembedding.norm(rows_ND)
 
 
 class FromEngine:
-    """A readout by the engine: each row replaces the last stream of a run of one token. Same API as `FromWeights`."""
+    """A readout by the engine: each row replaces the last stream of a one-token run. Same API as `FromWeights`."""
 
     way: Way = "engine"
 
@@ -226,7 +226,7 @@ class FromEngine:
         return torch.cat(list(self._read(rows_ND, FINAL_NORM, 256)))
 
     def _read(self, rows_ND: torch.Tensor, site: Site, count: int) -> Iterator[torch.Tensor]:
-        """Values of a site when each row replaces the last stream, for at most `count` rows at a time."""
+        """Yield a site's values when each row replaces the last stream, at most `count` rows at a time."""
         import torch
 
         for rows in rows_ND.split(min(count, 256)):
@@ -244,7 +244,7 @@ Readout = FromWeights | FromEngine
 
 
 def readout_of(lm: LM, way: Way | None, ids: list[int]) -> Readout:
-    """The requested readout; None picks the weights if they reproduce the model's logits, otherwise the engine.
+    """Return the requested readout; None picks the weights if they reproduce the model's logits, otherwise the engine.
 
     Raises: `ModelError` or `EngineError` if the requested weights cannot be used.
     """
@@ -263,7 +263,7 @@ WRITES: dict[Word, str] = {"z": "attn_out", "neurons": "mlp_out"}
 
 
 class OutputProjection(msgspec.Struct, frozen=True, eq=False):
-    """rows [N, W] ↦ (rows · matrix + bias) · factor [N, D], then through the norm if the model has one there."""
+    """rows [N, W] ↦ (rows · matrix + bias) · factor [N, D], then through the post-norm, if the model has one."""
 
     matrix_WD: torch.Tensor
     bias_D: torch.Tensor | None
@@ -279,15 +279,15 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
         return written_ND if self.bias_D is None else written_ND + self.bias_D
 
     def shares(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """The share of each number of the rows in ⟨direction, written row⟩, [N, W], with the norm's scale frozen."""
+        """Return each row entry's share of ⟨direction, written row⟩, [N, W], with the norm's scale frozen."""
         return rows_NW * self.towards(rows_NW, directions_ND)
 
     def towards(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """The directions among the numbers of the rows, [N, W], with the norm's scale frozen."""
+        """Map directions back to the input rows' space, [N, W], with the norm's scale frozen."""
         return self._pulled(rows_NW, directions_ND) @ self.matrix_WD.T * self.factor
 
     def rest(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """The share of the biases in ⟨direction, written row⟩, [N]."""
+        """Return the biases' share of ⟨direction, written row⟩, [N]."""
         rest_N = 0.0 * directions_ND[:, 0]
         if self.norm is not None and self.norm.bias is not None:
             rest_N = rest_N + directions_ND @ self.norm.bias
@@ -296,7 +296,7 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
         return rest_N
 
     def _pulled(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """The directions before the norm."""
+        """Return the directions before the norm."""
         if self.norm is None:
             return directions_ND
         return self.norm.pulled(directions_ND, self._before_norm(rows_NW) * self.factor)
@@ -305,7 +305,7 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
 def proved_projection(
     lm: LM, word: Word, layer: int, rows_NW: torch.Tensor, written_ND: torch.Tensor
 ) -> OutputProjection:
-    """The writer of a layer that maps the live model's rows at a site to what the layer wrote.
+    """Return a layer's output projection, verified to map the live model's rows at a site to its output.
 
     Raises: `ModelError` if the layer has another form.
     """

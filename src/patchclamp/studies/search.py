@@ -107,8 +107,8 @@ class Space(PublicStruct, frozen=True):
         msgspec.structs.force_setattr(self, "parameters", read)
 
     def made(self, settings: Mapping[str, Any]) -> Program:
-        """The program of some settings: values, or choices as a result describes them, also one loaded from a file.
-        Raises `ProgramError` if the function fails or returns no program, or a description means several choices."""
+        """Return the program of `settings`: values, or choices as described in a result, saved or not. Raises
+        `ProgramError` if the function fails or returns no program, or a description is ambiguous."""
         chosen = {name: self._choice(name, value) for name, value in settings.items()}
         try:
             program = read_program(self.program(**chosen), "program")
@@ -120,7 +120,7 @@ class Space(PublicStruct, frozen=True):
         return program
 
     def _choice(self, name: str, value: Any) -> Any:
-        """The choice that a value is, or describes (`plain_data`); else the value."""
+        """Return the choice that a value equals or describes (`plain_data`); otherwise the value."""
         if not isinstance(choices := self.parameters.get(name), tuple):
             return value
         described = json_of(plain_data(value))
@@ -133,10 +133,10 @@ class Space(PublicStruct, frozen=True):
 
 
 class Measured(NamedTuple):
-    """Programs that are measured together.
+    """Programs measured together.
 
     batch: requests submitted at a time · advance: called with a number of finished runs, P per program
-    errors: of programs that failed, by number
+    errors: by index of the failed program
     """
 
     lm: LM
@@ -148,7 +148,7 @@ class Measured(NamedTuple):
     def grade(
         self, asked: Sequence[inputs.EncodedPrompt], graded: Sequence[Graded] = (), kl: bool = False
     ) -> list[Grades]:
-        """Grade the programs on each prompt, all together: the tokens of its metric, or KL divergences."""
+        """Grade the programs on all prompts together: each prompt's metric tokens, or KL divergences."""
         bindings = self.lm.bindings()  # equal for all prompts of one length
         jobs = [
             self.lm.grade_job(one.ids, self.programs, of.scores if of else [], of.top if of else 0, kl, bindings)
@@ -161,7 +161,7 @@ class Measured(NamedTuple):
 
 
 class Objective(PublicStruct, frozen=True, kw_only=True):
-    """The base of objectives; your own has a `name` and `measure`.
+    """The base of objectives; your own defines `name` and `measure`.
 
     prompts: texts or token ids, or with `chat` texts or lists of messages · goal: "maximize" or "minimize"
     """
@@ -176,7 +176,7 @@ class Objective(PublicStruct, frozen=True, kw_only=True):
             raise unknown("goal", str(self.goal), get_args(Goal), "goal")
 
     def measure(self, measured: Measured) -> np.ndarray:
-        """The value of each program, a mean over prompts, fp64 [N]; NaN for one that failed."""
+        """Return each program's value, a mean over prompts, fp64 [N]; NaN for failed programs."""
         raise NotImplementedError
 
 
@@ -202,14 +202,14 @@ class AnswerScore(Objective, frozen=True, kw_only=True):
             for i, record in zip(done.tolist(), records, strict=True):
                 try:
                     values_N[i] = of.value(record)
-                except PatchclampError as error:  # of a metric of the user's
+                except PatchclampError as error:  # raised by the user's metric
                     measured.errors[i] = error
         return values_PN.mean(0)
 
 
 class KLDivergence(Objective, frozen=True, kw_only=True):
-    """KL(unedited ‖ edited) of the next token after each prompt, in nats: on prompts that the program should not
-    change."""
+    """KL(unedited ‖ edited) of the next token after each prompt, in nats, on prompts where the program should change
+    nothing."""
 
     goal: Goal = "minimize"
     name: str = "kl"
@@ -230,7 +230,7 @@ class TextScore(Objective, frozen=True, kw_only=True):
     name: str = "judge"
 
     def score(self, prompt: str, text: str) -> float:
-        """The judge's number. Raises `ProgramError` if the judge fails."""
+        """Return the judge's number. Raises `ProgramError` if the judge fails."""
         try:
             return float(self.judge(prompt, text))
         except Exception as error:
@@ -264,8 +264,8 @@ class TextScore(Objective, frozen=True, kw_only=True):
 
 
 class RefusalRate(TextScore, frozen=True, kw_only=True):
-    """The share of generated texts that refuse: those in which one of `patterns`, regular expressions, is found, in
-    upper or lower case."""
+    """The share of generated texts that refuse: texts that match one of `patterns`, case-insensitive regular
+    expressions."""
 
     judge: Any = None
     goal: Goal = "minimize"
@@ -289,9 +289,9 @@ class RefusalRate(TextScore, frozen=True, kw_only=True):
 
 
 class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`values` [N, O] of the trials, NaN for one that failed; `unedited` [O] of the model without a program.
+    """`values` [N, O]: the trials' objectives, NaN for failed trials; `unedited` [O]: the unedited model's.
 
-    settings: of each trial, by name · objectives, goals: of the O columns · failed: the error of a trial, by number
+    settings: each trial's, by name · objectives, goals: one per column O · failed: errors by trial index
     """
 
     settings: tuple[dict[str, Any], ...]
@@ -315,7 +315,7 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def best(self) -> int:
-        """The number of the best trial by the first objective; ties are broken by the others.
+        """The index of the best trial by the first objective; ties are broken by the others.
 
         Raises: `ProgramError` if every trial failed.
         """
@@ -324,7 +324,7 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return front[0]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per trial: its settings, its objectives, and True in `front` if it is on the Pareto front."""
+        """Return one row per trial: settings, objectives, and `front`, True on the Pareto front."""
         import pandas
 
         front = set(self.front)
@@ -334,7 +334,7 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> Scatter:
-        """Plot data: the first two objectives against each other with their Pareto front, or one by trial."""
+        """Return plot data: the first two objectives with their Pareto front, or a single objective by trial."""
         count = len(self.settings)
         alone = len(self.objectives) == 1
         points = np.column_stack([np.arange(count), self.values[:, 0]]) if alone else self.values[:, 1::-1]
@@ -391,8 +391,8 @@ PLAIN = (str, bytes, int, float, complex, slice, Site, types.NoneType, types.Ell
 
 
 def _content(value: Any, path: str) -> Any:
-    """The content of a value, for a journal: of functions their code, and the values bound to it, without those of
-    their modules. Raises `ProgramError` for an object of unknown contents."""
+    """Return a value's content, for a journal: for functions their code and the values bound to it, without their
+    modules' globals. Raises `ProgramError` for an object of unknown contents."""
     if isinstance(value, functools.partial):
         value = [value.func, value.args, value.keywords]
     elif inspect.isfunction(value):
@@ -419,7 +419,7 @@ NOT_BY_NAME = ("BaseSampler", "GridSampler", "PartialFixedSampler")  # samplers 
 
 
 class RandomSampler:
-    """Independent draws. A sampler returns settings on request, and receives their values."""
+    """Independent draws. Samplers return settings on request, and receive their values."""
 
     def __init__(self, parameters: Mapping[str, Any], seed: int) -> None:
         self._parameters, self._draws = parameters, np.random.default_rng(seed)
@@ -428,7 +428,7 @@ class RandomSampler:
         return [{name: self._draw(of) for name, of in self._parameters.items()} for _ in range(count)]
 
     def tell(self, values: Sequence[Sequence[float]]) -> None:
-        """Receive the values of the trials last asked for; NaN for one that failed."""
+        """Receive the values of the latest trials; NaN for failed trials."""
 
     def _draw(self, of: Any) -> Any:
         if not isinstance(of, Uniform):
@@ -464,7 +464,7 @@ class OptunaSampler:
                      if name.endswith("Sampler") and name not in NOT_BY_NAME}  # fmt: skip
             if sampler not in kinds:
                 raise unknown("sampler", sampler, ("random", "grid", *kinds), "sampler")
-            # of the trials of a round that it has asked for, TPE assumes the worst, so as to spread them
+            # TPE assumes the worst of a round's pending trials, which spreads them out
             liar = {"constant_liar": True} if sampler == "tpe" else {}
             sampler = kinds[sampler](seed=seed, **liar)
         self._parameters, kinds = parameters, optuna.distributions
@@ -480,7 +480,7 @@ class OptunaSampler:
     def ask(self, count: int) -> list[dict[str, Any]]:
         try:
             self._asked = [self._study.ask(self._kinds) for _ in range(count)]
-        except ValueError as error:  # such as CMA-ES with several objectives
+        except ValueError as error:  # for example CMA-ES with several objectives
             raise ProgramError(f"Optuna rejects this search: {error}", "sampler") from None
         return [{name: of if isinstance(kind := self._parameters[name], Uniform) else kind[of]
                  for name, of in trial.params.items()} for trial in self._asked]  # fmt: skip
@@ -494,7 +494,7 @@ class OptunaSampler:
 
 
 class _Trial(msgspec.Struct, frozen=True):
-    """The record of a trial: its settings and its program (`content_of`), which a resumed search has to draw again, its
+    """The record of a trial: its settings and its program (`content_of`), which a resumed search must draw again, its
     values, and its error."""
 
     settings: str
@@ -506,8 +506,8 @@ class _Trial(msgspec.Struct, frozen=True):
 class Search(Study):
     """Search a space of programs for the best settings, or for the best trade-offs of several objectives.
 
-    Raises: `ProgramError` for a wrong argument, and the error of the space's function or of a program that does not
-    fit the model. A trial with a run that fails has NaN.
+    Raises: `ProgramError` for a wrong argument, and the error of the space's function or of a program that does not fit
+    the model. A trial with a failed run has NaN.
     """
 
     command = ""
@@ -547,7 +547,7 @@ class Search(Study):
                                "space.parameters")  # fmt: skip
         most = sampler.count if isinstance(sampler, GridSampler) else 100 if self.trials is None else self.trials
         total = min(most, self.trials or most)
-        runs = sum(len(as_items(one.prompts, "prompts")) for one in objectives)  # of a trial
+        runs = sum(len(as_items(one.prompts, "prompts")) for one in objectives)  # per trial
         found: list[_Trial] = []
         drawn: list[dict[str, Any]] = []
         question = {name: of for name, of in self.to_dict().items() if name != "trials"}
@@ -560,7 +560,7 @@ class Search(Study):
         ):
 
             def measure(settings: Sequence[dict[str, Any]], programs: Sequence[Program]) -> list[_Trial]:
-                """The records of some trials, from the journal as far as it has them."""
+                """Return the trials' records, from the journal where available."""
                 prints = [content_of(lm, program, "space.program") if resume else "" for program in programs]
                 plain = [(json_of(plain_data(each)), of) for each, of in zip(settings, prints, strict=True)]
                 records = journal.take(_Trial, len(programs)) if journal is not None else []

@@ -38,10 +38,10 @@ class Banked(Converted, frozen=True):
 
 
 class MeanOf(Converted, frozen=True):
-    """The mean over all positions of some prompts, or over a selection of them.
+    """The mean over prompts, at all positions or at a selection.
 
-    by_position: take the mean at each position separately; the prompts must be as long as the patched one, and there
-        is no selection
+    by_position: take the mean at each position separately; the prompts must be as long as the patched one, and a
+        selection is not allowed
     Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2.
     """
 
@@ -66,7 +66,7 @@ Source = Zeros | Banked | MeanOf | Resampled
 
 
 def as_source(source: Any) -> Source:
-    """A source from "zeros", "bank:NAME", an object, or a JSON object with the type mean or resampled."""
+    """Read a source from "zeros", "bank:NAME", an object, or a JSON object with the type mean or resampled."""
     if isinstance(source, dict):
         source = _of_json(source)
     if isinstance(source, (MeanOf, Resampled)):
@@ -109,7 +109,7 @@ def _of_json(source: dict[str, Any]) -> Source:
 
 
 def question_of_source(lm: LM, source: Source | None) -> Any:
-    """Everything about a source that determines the values of a study, as plain data."""
+    """Return everything about a source that determines the values of a study, as plain data."""
     if source is None or isinstance(source, Zeros):
         return type(source).__name__
     if isinstance(source, Banked):
@@ -125,7 +125,7 @@ def question_of_source(lm: LM, source: Source | None) -> Any:
 
 
 def _entry(lm: LM, name: str, path: str) -> Any:
-    """The entry of the bank with this name."""
+    """Return the bank entry with this name."""
     try:
         return lm.bank[name]
     except PatchclampError as error:
@@ -133,7 +133,7 @@ def _entry(lm: LM, name: str, path: str) -> Any:
 
 
 def in_words(source: Source) -> str:
-    """A description of the written values: `zeros`, `'french' of the bank`, `the mean of 3 prompts`."""
+    """Return a description of the written values: `zeros`, `'french' of the bank`, `the mean of 3 prompts`."""
     if isinstance(source, Zeros):
         return "zeros"
     if isinstance(source, Banked):
@@ -157,11 +157,11 @@ class Mixing(msgspec.Struct, frozen=True):
         return Replace(value, at=at, tokens=every[write], alpha=self.alpha, mask=self.mask)
 
     def question(self, lm: LM) -> dict[str, Any]:
-        """The mix as plain data; a mask of the bank with its current numbers."""
+        """Return the mix as plain data; a bank mask with its current values."""
         return {"alpha": self.alpha, "mask": msgspec.to_builtins(self.vector(lm))}
 
     def in_words(self, lm: LM) -> str:
-        """A suffix to a source's description: ` with alpha 0.5 in 3 of 64 columns`; empty for a full replacement."""
+        """Return the suffix of a description: ` with alpha 0.5 in 3 of 64 columns`; empty for a full replacement."""
         words = "" if self.alpha == 1 else f" with alpha {self.alpha:g}"
         mask = self.vector(lm)
         if isinstance(mask, Vector):
@@ -171,7 +171,7 @@ class Mixing(msgspec.Struct, frozen=True):
         return words
 
     def vector(self, lm: LM) -> Any:
-        """The mask, from the bank if it is named; None if it covers all columns."""
+        """Return the mask, from the bank if it is named; None if it covers all columns."""
         if not isinstance(self.mask, Named):
             return self.mask
         entry = _entry(lm, self.mask.name, "mask")
@@ -183,11 +183,11 @@ Value = Callable[[Site, tuple[int, ...], tuple[int, ...]], Any]
 
 
 class CellWriter:
-    """Writes the edits of cells.
+    """Builds the edits of cells.
 
-    value: returns the value of positions to write at a site, from the positions to read of the source; None if a
-        subclass makes the edits
-    scales: factors of the old and of the new value in cells that are bound as arrays · run: the run that they read
+    value: returns the value for a site, given the positions to read from the source and to write; None if a subclass
+        makes the edits
+    scales: factors of the old and the new value for cells bound as arrays · run: the run they read
     """
 
     def __init__(
@@ -201,13 +201,12 @@ class CellWriter:
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
     ) -> list[list[Op]]:
-        """The edits of a cell, for each of its draws. `cell`: the numbers of the pair of prompts, the row and the
-        column."""
+        """Return a cell's edits, per draw. `cell`: the indices of its prompt pair, row and column."""
         assert self._value is not None
         return [[self.mixing.replace(self._value(at, read, write), at, write) for at in row.sites]]
 
     def parts(self, lm: LM, row: Row) -> list[PatchedPart] | None:
-        """The parts that the cells of a row change, if they differ in positions alone (`plan.cells`); else None."""
+        """Return the parts that a row's cells change, if cells differ only in positions (`plan.cells`); else None."""
         return None
 
     def close(self) -> None:
@@ -215,7 +214,7 @@ class CellWriter:
 
 
 def cells_of_grid(lm: LM, writer: CellWriter, rows: Sequence[Row], sides: Sequence[Sides]) -> CellRecords | None:
-    """The cells of some places as arrays, by their rows and sides [N]; None if their edits must be bound one by one."""
+    """Return the cells at `rows` and `sides` [N] as arrays; None if their edits must be bound one by one."""
     row_of, side_of = {row: i for i, row in enumerate(dict.fromkeys(rows))}, dict[Sides, int]()
     parts = []
     for row in row_of:
@@ -229,13 +228,13 @@ def cells_of_grid(lm: LM, writer: CellWriter, rows: Sequence[Row], sides: Sequen
 
 
 def _refs(lm: LM, row: Row) -> list[tuple[int, int]]:
-    """The points of a row's sites, with their columns (`pack_columns`)."""
+    """Return the points of a row's sites, with their columns (`pack_columns`)."""
     refs = [ref for at in row.sites for ref in lm.sites.resolve(at)]
     return [(ref.point, pack_columns(ref.columns) if ref.columns else 0) for ref in refs]
 
 
 class FromRun(CellWriter):
-    """Rows of another run, which its creator closes."""
+    """Rows of another run; the caller closes it."""
 
     run: Run
 
@@ -282,8 +281,8 @@ class FromDrawn(CellWriter):
 
 
 def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixing: Mixing) -> CellWriter:
-    """Run a source's prompts, and return a writer for cells of some rows. `length` is that of the patched prompt, None
-    if there are several lengths."""
+    """Run a source's prompts, and return a writer for cells of `rows`. `length`: the patched prompt's, None if lengths
+    differ."""
     if isinstance(source, Zeros):
         if mixing == Mixing():
             return ZeroWriter(mixing, None)
@@ -310,7 +309,7 @@ def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixi
 
 
 def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site]) -> list[Run]:
-    """Runs of prompts that capture some sites at every position. Raises the error of a failed run."""
+    """Run prompts, capturing `sites` at every position. Raises the error of a failed run."""
     at_end, everywhere = Positions("prompt", -1), Positions("prompt")  # logits exist at the prompt's end alone
     wanted = [Site(site.name, site.layers) @ (at_end if site.name == "logits" else everywhere) for site in sites]
     runs = lm.run([list(ids) for ids in prompts], max_tokens=1, capture=list(dict.fromkeys(wanted)))
@@ -325,12 +324,12 @@ def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site
 
 
 def width_of(lm: LM, ref: SiteRef) -> int:
-    """The width of a row at a site."""
+    """Return the width of a row at a site."""
     return ref.columns[1] - ref.columns[0] if ref.columns else lm.sites.points[ref.point].width
 
 
 def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mixing) -> None:
-    """Raise `ShapeError` for a mask, or a vector of the bank, whose width differs from the patched row's."""
+    """Raise `ShapeError` for a mask or bank vector whose width differs from the patched row's."""
     entry = _entry(lm, source.name, "source") if isinstance(source, Banked) else None
     sites = [at for row in rows for at in row.sites]
     for vector, path, what in ((mixing.vector(lm), "mask", "mask"), (entry, "source", "vector")):
@@ -342,7 +341,7 @@ def check_widths(lm: LM, rows: Sequence[Row], source: Source | None, mixing: Mix
 
 
 def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) -> np.ndarray:
-    """A mask [W] that is 1 in the given columns of a row and 0 elsewhere, for sites of one width."""
+    """Return a mask [W] that is 1 in the given columns of a row and 0 elsewhere, for sites of one width."""
     refs = [ref for text in sites for ref in lm.sites.resolve(parse_site(text))]
     widths = sorted({width_of(lm, ref) for ref in refs})
     if len(widths) != 1:
@@ -370,7 +369,7 @@ def _check_lengths(lengths: Sequence[int], length: int | None) -> None:
 def _means(
     lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site], chosen: Sequence[Sequence[int]], by_position: bool
 ) -> dict[str, np.ndarray]:
-    """The mean at every site, over prompts and their chosen positions [D], or over prompts [T, D]; in fp64."""
+    """Return the mean at every site, over prompts and their chosen positions [D], or over prompts [T, D]; in fp64."""
     totals: dict[str, Any] = {}
     count = 0
     for ids, of_prompt in zip(prompts, chosen, strict=True):  # one at a time, because captures may be large

@@ -1,16 +1,16 @@
 """Steering vectors: a direction per layer from contrasting prompts, the layer where it works best, and a behaviour's
 score by strength.
 
-Three methods find a direction from rows of two classes. A direction is scaled so that adding it once moves the mean of
-the negative class to that of the positive class, as measured along the direction. Equal scales are then equal strengths
-for all three methods.
+Three methods find a direction from rows of two classes. Directions are scaled: adding one once moves the mean of the
+negative class to that of the positive class, as measured along the direction. Equal scales are then equal strengths for
+all three methods.
 
 A behaviour is a continuation that shows it, optionally compared with one that does not. Its score is the
 log-probability of all tokens of the first, minus that of the second (`studies.teacher_forcing`); for one token each,
 this is their logit difference. The strength curve shows the score as the vector is added with growing scale.
 
 In the last layers a vector merely writes to the unembedding, and any layer's vector can break the text. So the chosen
-layer is the earliest whose effect is within 10 % of the largest, apart from the last layers, and whose generated texts
+layer is the earliest whose effect is within 10 % of the largest, excluding the last layers, and whose generated texts
 stay likely for the unsteered model.
 
 Control vectors are exchanged with llama.cpp and repeng as GGUF of the architecture `controlvector`, tensors
@@ -23,8 +23,7 @@ representation engineering, Zou et al. 2023 (arXiv:2310.01405); propensity as a 
 (arXiv:2407.12404), section 3; llama.cpp, `common_control_vector_load` and `llama_adapter_cvec`; repeng,
 `ControlVector.export_gguf`.
 
-n rows of the positive class · m of the negative one · D their width · r the rank of all rows · L layers · W numbers of
-a vector · P prompts · E edits
+n positive rows · m negative rows · D row width · r rank of all rows · L layers · W vector width · P prompts · E edits
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     import pandas
 
 Method = Literal["mean", "pca", "probe"]
-RIDGE = 1.0  # of the probe, for rows scaled to a root mean square of 1
+RIDGE = 1.0  # the probe's, for rows scaled to a root mean square of 1
 
 
 def check_method(method: str, positive: int, negative: int) -> None:
@@ -79,7 +78,7 @@ def check_method(method: str, positive: int, negative: int) -> None:
 
 
 def direction(method: str, positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
-    """A direction [D], fp64, by the method's name.
+    """Return the direction [D], fp64, from `method`.
 
     Raises: as `check_method`, and `ProgramError` if the classes have the same mean along the direction.
     """
@@ -94,7 +93,7 @@ def direction(method: str, positive_nD: np.ndarray, negative_mD: np.ndarray) -> 
 
 
 def mean_difference(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
-    """The mean of the positive class minus that of the negative one.
+    """Return the positive class's mean minus the negative class's.
 
     Source: Rimsky et al. 2023 (arXiv:2312.06681), equation 1; Marks and Tegmark 2023 (arXiv:2310.06824).
     """
@@ -102,7 +101,7 @@ def mean_difference(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndar
 
 
 def pca(positive_nD: np.ndarray, negative_nD: np.ndarray) -> np.ndarray:
-    """The first principal component of the pairs' differences about 0, so that their mean counts: it is the signal.
+    """Return the first principal component of the pairs' differences, uncentred, because their mean is the signal.
 
     Shuffling the order within pairs, so that the differences have a mean of 0, gives PCA the same direction.
     Source: Zou et al. 2023 (arXiv:2310.01405), section 3.1.
@@ -111,8 +110,8 @@ def pca(positive_nD: np.ndarray, negative_nD: np.ndarray) -> np.ndarray:
 
 
 def probe(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
-    """The weights w of logistic regression with a ridge: they minimise Σ log(1 + exp(−y (w · x + b))) + ½ ridge |w|²,
-    where x are the rows without their mean, scaled to a root mean square of 1, and y is 1 or −1.
+    """Return the weights w of logistic regression with a ridge, which minimise Σ log(1 + exp(−y (w · x + b))) + ½ ridge
+    |w|², where x are centred rows, scaled to a root mean square of 1, and y is 1 or −1.
 
     Source: Hastie, Tibshirani and Friedman, The Elements of Statistical Learning, 4.4.1 and 18.3.5.
     """
@@ -132,9 +131,9 @@ METHODS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 class Check(msgspec.Struct, frozen=True):
     """The separation of held-out rows along a direction.
 
-    accuracy: the share on the right side of the midpoint between the class means of the rows it was fitted on, with
-        equal weight for each class
-    separation: the distance of the held-out means along it, in their pooled standard deviations (Cohen's d)
+    accuracy: share of rows on the right side of the midpoint between the fitted rows' class means, with equal weight
+        for each class
+    separation: distance between the held-out class means, in pooled standard deviations (Cohen's d)
     """
 
     accuracy: float
@@ -235,12 +234,12 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     """`vectors` [L, W] fp32, one for each of `layers`, at `site`. Scale 1 moves the mean of the negative prompts to
     that of the positive ones, along the direction.
 
-    method: "mean", "pca", "probe" or "imported" · tokens: those read from each prompt, as text; several are averaged
-    accuracy, separation [L]: of the held-out prompts (`Check`), NaN without held-out prompts
+    method: "mean", "pca", "probe" or "imported" · tokens: the selection read, as text; its rows are averaged
+    accuracy, separation [L]: the `Check` on held-out prompts, NaN without any
     effect [L]: change of a behaviour's score on the held-out negative prompts when the layer's vector is added once
         (`strength_curve`), in nats; NaN without a behaviour
-    fluency [L]: of texts generated with the vector: their mean log-probability per token under the unsteered model,
-        minus that of the unsteered model's own texts, in nats; None without a behaviour
+    fluency [L]: mean log-probability per token, under the unsteered model, of texts generated with the vector, minus
+        the same for the unsteered model's own texts, in nats; None without a behaviour
     row_norm [L]: mean norm of the rows that were read, for comparison with the vectors' norms
     best: the layer chosen by effect and fluency (`chosen_layer`) or, without a behaviour, by the highest accuracy, ties
         broken by separation; None if no prompts were held out
@@ -264,7 +263,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     fluency: np.ndarray | None = None
 
     def vector(self, layer: int | None = None) -> np.ndarray:
-        """A copy of the vector [W] of a layer, by default of the best one."""
+        """Return a copy of a layer's vector [W], by default the best layer's."""
         layer = self.best if layer is None else layer
         if layer is None:
             raise ProgramError(f"the best layer is unknown: choose one of {list(self.layers)}", "layer")
@@ -275,8 +274,8 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     def edits(
         self, scale: float = 1.0, *, layers: Iterable[int] | int | None = None, tokens: TokensLike = every
     ) -> tuple[Add, ...]:
-        """Edits for `lm.run(..., edits=vectors.edits(2.0))`. They add the vector at `layers`, by default at the best
-        layer, or at all layers if no best is known, as llama.cpp does with a file.
+        """Return edits for `lm.run(..., edits=vectors.edits(2.0))`, which add the vector at `layers`, by default at the
+        best layer, or at all layers if no best is known, as llama.cpp does with a file.
 
         Raises: `ProgramError` for a layer that has no vector.
         """
@@ -287,7 +286,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         )
 
     def chosen_layers(self, layers: Iterable[int] | int | None, path: str = "layers") -> list[int]:
-        """The named layers, all with a vector; by default the best one, or all if no best is known."""
+        """Return the named layers, all with a vector; by default the best one, or all if no best is known."""
         if layers is None:
             return list(self.layers) if self.best is None else [self.best]
         chosen = inputs.numbers_of(layers, path)
@@ -297,7 +296,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         return chosen
 
     def directions(self, layers: Iterable[int] | int | None = None) -> dict[int, np.ndarray]:
-        """Copies of the vectors by layer, in the form of repeng's `ControlVector.directions`; of all layers by default.
+        """Return copies of the vectors by layer, as in repeng's `ControlVector.directions`; all layers by default.
 
         Raises: `UnsupportedSite` for vectors of another site than `resid_post`.
         """
@@ -345,7 +344,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per layer: the vector's norm, the norm of the rows it was made from, and the held-out check."""
+        """Return one row per layer: the vector's norm, its training rows' norm, and the held-out check."""
         import pandas
 
         return pandas.DataFrame({
@@ -355,7 +354,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         })  # fmt: skip
 
     def picture(self) -> Curves:
-        """Plot data: the held-out check by layer."""
+        """Return plot data: the held-out check by layer."""
         if self.best is None:
             raise ProgramError("nothing to plot: no prompts were held out to check the layers", "held_out")
         layers = np.array(self.layers, np.float64)
@@ -400,7 +399,7 @@ class Behaviour(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, lm: LM, answer: Any, foil: Any, prompts: int) -> Behaviour:
-        """From a text, a token id or a list of token ids for all prompts, or a list of texts, one per prompt."""
+        """Read a text, a token id or a list of token ids for all prompts, or a list of texts, one per prompt."""
         foils = None if foil is None else _continuations(lm, foil, prompts, "foil")
         return cls(_continuations(lm, answer, prompts, "answer"), foils)
 
@@ -408,8 +407,8 @@ class Behaviour(msgspec.Struct, frozen=True):
         self, lm: LM, asked: list[EncodedPrompt], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
         journal: Journal | None,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Log-probabilities [P, E] of the answers and of the foils, 0 without foils, of every prompt under each of some
-        edits. The score is their difference. Those in `journal` are not recomputed."""
+        """Return log-probabilities [P, E] of the answers and the foils (0 without foils), for every prompt under each
+        of `edits`. The score is their difference. Values in `journal` are not recomputed."""
         sides = [self.answers] if self.foils is None else [self.answers, self.foils]
         items = [
             Forced(one.ids, side[p], edit, one.text)  # items that share a run are next to each other
@@ -421,13 +420,13 @@ class Behaviour(msgspec.Struct, frozen=True):
         return grids[:, :, 0], np.zeros(grids.shape[:2]) if self.foils is None else grids[:, :, 1]
 
     def question(self, edits: Sequence[tuple[Op, ...]]) -> dict[str, Any]:
-        """Everything except the prompts that determines the scores, as plain data."""
+        """Return everything that determines the scores, except the prompts, as plain data."""
         programs = [Program.of(list(edit)).fingerprint for edit in edits]
         return {"answers": self.answers, "foils": self.foils, "edits": programs}
 
 
 def _continuations(lm: LM, given: Any, prompts: int, path: str) -> list[tuple[int, ...]]:
-    """The token ids of each prompt's continuation."""
+    """Return the token ids of each prompt's continuation."""
     listed = isinstance(given, (list, tuple)) and bool(given) and all(isinstance(one, str) for one in given)
     ids = (
         [_ids(lm, one, f"{path}[{i}]") for i, one in enumerate(given)] if listed else [_ids(lm, given, path)] * prompts
@@ -554,8 +553,8 @@ NEAR_BEST = 0.9
 
 
 def chosen_layer(layers: Sequence[int], effects: np.ndarray, fluency: np.ndarray, count: int) -> int:
-    """The index of the layer to steer at: the earliest fluent one whose effect is within 10 % of the largest. The last
-    eighth of the model's `count` layers is left out if others were read, and fluency if no layer has it."""
+    """Return the index of the earliest fluent layer whose effect is within 10 % of the largest. The last eighth of the
+    model's `count` layers is skipped if others were read; fluency is ignored if no layer is fluent."""
     early = [i for i, layer in enumerate(layers) if layer < count - max(count // 8, 1)] or list(range(len(layers)))
     fluent = [i for i in early if fluency[i] >= FLUENT] or early
     most = max(effects[i] for i in fluent)
@@ -572,7 +571,7 @@ def _fluency(
     lm: LM, asked: list[EncodedPrompt], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
     journal: Journal | None,
 ) -> np.ndarray:  # fmt: skip
-    """The mean log-probability per token, without edits, of texts generated with each edit, minus that of the first."""
+    """Return the unedited model's mean log-probability per token of each edit's texts, minus the first edit's."""
     items = [(one, edit) for edit in edits for one in asked]
 
     def call(part: Sequence[tuple[EncodedPrompt, tuple[Op, ...]]]) -> dict[str, Any]:
@@ -594,7 +593,7 @@ def _fluency(
 def _fit(
     method: str, positive_NLD: np.ndarray, negative_NLD: np.ndarray, tests: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, list[Check]]:
-    """Vectors [L, D] of the rows that are not held out, and their checks on the held-out rows."""
+    """Return vectors [L, D] from the training rows, and their checks on the held-out rows."""
     classes = positive_NLD, negative_NLD
     made_of = [np.delete(rows, test, axis=0) for rows, test in zip(classes, tests, strict=True)]
     held_out = [rows[test] for rows, test in zip(classes, tests, strict=True)]
@@ -618,8 +617,8 @@ def _site(lm: LM, site: str | Site) -> Site:
 
 
 def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the held-out prompts of each class, the same for pairs. Unless the share is 0, each class has at least
-    one held-out prompt and one that is not."""
+    """Return indices of each class's held-out prompts, identical for pairs. Unless `share` is 0, each class has at
+    least one held-out and one training prompt."""
     if not 0 <= (share := inputs.as_float(share, "held_out")) < 1:
         raise ProgramError(f"expected a share in [0, 1), got {share!r}", "held_out")
     counts = [round(share * n) for n in (positive, negative)]
@@ -644,7 +643,7 @@ class _Read(msgspec.Struct, frozen=True):
 def _read(
     lm: LM, journal: Journal | None, asked: list[EncodedPrompt], captures: list[Capture], batch: int, advance: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The mean row of each prompt at each layer [N, L, D], and the mean norm [L] of all rows."""
+    """Return each prompt's mean row at each layer [N, L, D], and the mean norm [L] of all rows."""
     sites = [str(capture.at) for capture in captures]
 
     def call(part: Sequence[int]) -> dict[str, Any]:
@@ -672,8 +671,8 @@ SCALES = (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0)
 class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Log-probabilities of continuations under steering vectors, for P prompts and S scales.
 
-    logprobs [P, S]: of the continuation `answers[p]`, all its tokens, in nats, with the vector times `scales[s]`
-    foil_logprobs [P, S]: of `foils[p]`; NaN without foils
+    logprobs [P, S]: log-probability of all of `answers[p]`, in nats, with the vector times `scales[s]`
+    foil_logprobs [P, S]: the same for `foils[p]`; NaN without foils
     vectors: the vectors, in words · layers, tokens: where they were added
     """
 
@@ -700,7 +699,7 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return float(np.polyfit(self.scales, self.scores.mean(0), 1)[0]) if len(self.scales) > 1 else float("nan")
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per prompt and scale."""
+        """Return one row per prompt and scale."""
         import pandas
 
         return pandas.DataFrame([
@@ -711,7 +710,7 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> Curves:
-        """Plot data: the mean score by scale, with quartiles over prompts."""
+        """Return plot data: the mean score by scale, with quartiles over prompts."""
         low, high = np.quantile(self.scores, (0.25, 0.75), axis=0)
         scales = np.array(self.scales)
         lines = [Curve("mean over prompts", scales, self.scores.mean(0), low, high)]
@@ -797,7 +796,7 @@ strength_curve: Callable[..., StrengthCurveResult] = StrengthCurve.short_form("s
 def steered_texts(
     lm: LM, vectors: SteeringVectors, prompt: Any, scales: Sequence[float], chat: bool = False, max_tokens: int = 24
 ) -> dict[float, str]:
-    """A prompt's greedy continuation under the vectors times each scale."""
+    """Return a prompt's greedy continuation under the vectors times each scale."""
     [asked] = inputs.ask(lm, [prompt], chat)
     edits = [list(vectors.edits(scale)) if scale else [] for scale in scales]
     runs = lm.run([asked.prompt] * len(edits), max_tokens=max_tokens, edits=edits)

@@ -61,10 +61,10 @@ class Reporter:
     """Receives the progress of a study instead of a bar. An error that a method raises stops the study."""
 
     def begin(self, what: str, total: int) -> None:
-        """A step of the study begins, with this number of runs."""
+        """Receive the start of a step, and its number of runs."""
 
     def advance(self, done: int) -> None:
-        """This number of further runs has finished."""
+        """Receive the number of runs finished since the last call."""
 
 
 Show = bool | Reporter | None  # show a bar, or lines where there is no terminal; or a receiver of the progress
@@ -104,7 +104,7 @@ class _Lines:
     def advance(self, done: int) -> None:
         self._done += done
         now_s = time.monotonic()
-        if now_s - self._began_s < KNOWN_S:  # a journal had them
+        if now_s - self._began_s < KNOWN_S:  # runs read from a journal
             self._known = self._done
         elif now_s - self._last_s >= LINE_S and self._done > self._known:
             left = (now_s - self._began_s) / (self._done - self._known) * (self._total - self._done)
@@ -118,8 +118,8 @@ SAMPLED_BYTES = 1 << 16  # at both ends of a weights file
 
 
 def model_identity(lm: LM) -> tuple[str, str]:
-    """The model's name and, for a folder, a hash of config.json and of the weight files' names, sizes and ends. It is
-    the same on every machine, and differs for other weights of the same shapes because their ends differ."""
+    """Return the model's name and, for a folder, a hash of config.json and of the weight files' names, sizes and ends.
+    It is the same on every machine, and differs for other weights of the same shapes because their ends differ."""
     folder = Path(lm.model.name)
     if not folder.is_dir():
         return lm.model.name, ""
@@ -142,8 +142,8 @@ FORMAT = "1"
 class Provenance(PublicStruct, frozen=True):
     """The model, engine and versions that made a result.
 
-    model: hub id or folder · engine: its name and version · dtype: of the weights · patchclamp: its version ·
-    settings: of the engine, as far as results depend on them · seeds: of everything that was drawn
+    model: hub id or folder · engine: its name and version · dtype: the weights' dtype · patchclamp: its version ·
+    settings: engine settings that affect results · seeds: seeds of all random draws
     """
 
     model: str
@@ -160,7 +160,7 @@ class Provenance(PublicStruct, frozen=True):
 
 
 def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:
-    """The provenance of runs on `lm`."""
+    """Return the provenance of runs on `lm`."""
     from patchclamp.version import __version__
 
     model = lm.model
@@ -169,17 +169,17 @@ def provenance(lm: LM, seeds: tuple[int, ...] = ()) -> Provenance:
 
 
 class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
-    """The base of studies' results. Their arrays are NumPy's, and all their other fields are stored as JSON."""
+    """The base of study results. Arrays are NumPy's; all other fields are stored as JSON."""
 
     provenance: Provenance
     config: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def picture(self, *of: Any) -> Picture:
-        """The data of its plot; some studies accept a selection in `of`."""
+        """Return the plot's data; some studies accept a selection in `of`."""
         raise NotImplementedError
 
     def figure(self, *of: Any) -> Interactive:
-        """The plot as an interactive plotly figure."""
+        """Return the plot as an interactive plotly figure."""
         return self.picture(*of).figure()
 
     @overload
@@ -205,11 +205,11 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         return save_page(self.picture(*of), path, include_plotlyjs)
 
     def _repr_html_(self) -> str | None:
-        """The figure, shown by notebooks; None, for the plain text, if there is no figure or no plotly."""
+        """Return the figure for notebooks; None, for plain text, if there is no figure or no plotly."""
         return self._repr_mimebundle_().get("text/html")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """The figure's data, which JupyterLab and VS Code draw offline; HTML for others loads plotly from the web."""
+        """Return the figure's data, which JupyterLab and VS Code draw offline; other HTML loads plotly from the web."""
         try:
             figure = self.figure()
         except (PatchclampError, NotImplementedError):
@@ -218,7 +218,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         return {"application/vnd.plotly.v1+json": data, "text/html": page, "text/plain": repr(self)}
 
     def to_bytes(self) -> bytes:
-        """The result as a safetensors file: each array is a tensor, everything else JSON in its metadata."""
+        """Return the result as a safetensors file: each array is a tensor, everything else JSON in its metadata."""
         from safetensors.numpy import save
 
         tensors: dict[str, np.ndarray] = {}
@@ -288,7 +288,7 @@ def _kinds(base: type[StudyResult]) -> Iterator[type[StudyResult]]:
 
 
 def _read_result(path: str | Path | bytes, what: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """The metadata and the tensors of a result."""
+    """Return the metadata and the tensors of a result."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -301,12 +301,12 @@ def _read_result(path: str | Path | bytes, what: str) -> tuple[dict[str, str], d
 
 
 class Arg(NamedTuple):
-    """Metadata in the annotation of a study's field: how its values are read.
+    """Metadata in a study field's annotation that defines the reading of its values.
 
     read: checks and converts a value, given its path
-    parse: converts its text on the command line; None hides the field there
+    parse: converts command-line text; None hides the field from the command line
     many: True if the option is repeatable · option: its name, if not the field's
-    served: True if a client of a server may set it
+    served: True if a server's clients may set it
     """
 
     read: Callable[[Any, str], Any] | None = None
@@ -334,7 +334,7 @@ class StudyField(NamedTuple):
         return get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
 
     def value(self, given: Any) -> Any:
-        """A value as the study uses it. Raises `ProgramError` with the field as its path."""
+        """Read a value as the study uses it. Raises `ProgramError` with the field as its path."""
         if hasattr(given, "detach") and not isinstance(given, LM):
             check_dense(given, self.name)
         if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
@@ -360,7 +360,7 @@ def as_lm(lm: Any, path: str) -> LM:
 
 
 def fields_of(function: Callable[..., Any], chosen: Callable[[Any], bool]) -> dict[str, StudyField]:
-    """A function's parameters of the given kinds, by name."""
+    """Return a function's parameters of the `chosen` kinds, by name."""
     types, given = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
     return {name: StudyField(name, types[name], REQUIRED if one.default is one.empty else one.default, "")
             for name, one in given.items() if chosen(one.kind)}  # fmt: skip
@@ -407,7 +407,7 @@ class Study:
     @classmethod
     @functools.cache
     def fields(cls) -> dict[str, StudyField]:
-        """The fields in order, by name."""
+        """Return the fields by name, in order."""
         types, docs = get_type_hints(cls, include_extras=True), {}
         for one in reversed(cls.__mro__):
             docs |= dict.fromkeys(inspect.get_annotations(one), "") | _docs(one)
@@ -417,7 +417,7 @@ class Study:
     @classmethod
     @functools.cache
     def options(cls) -> dict[str, StudyField]:
-        """The keyword arguments of `run`, by name."""
+        """Return the keyword arguments of `run`, by name."""
         run = cls._run  # pyright: ignore[reportAttributeAccessIssue]
         return fields_of(run, lambda kind: kind == inspect.Parameter.KEYWORD_ONLY)
 
@@ -436,18 +436,18 @@ class Study:
         return msgspec.structs.replace(result, config=self.to_dict()) if isinstance(result, StudyResult) else result
 
     def needs_lm(self) -> bool:
-        """True if the study makes runs; otherwise `lm` may be None."""
+        """Return True if the study makes runs; otherwise `lm` may be None."""
         return True
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain data: its class and every field that is not the default."""
+        """Return the configuration as plain data: its class and every field that is not the default."""
         plain = {name: plain_data(getattr(self, name)) for name in self.fields()}
         given = {name: value for name, value in plain.items() if value != plain_data(self.fields()[name].default)}
         return {"study": type(self).__name__, **given}
 
     @classmethod
     def short_form(cls, name: str) -> Callable[..., Any]:
-        """The function `name(lm, **fields, **options)`, which makes the study and runs it."""
+        """Return the function `name(lm, **fields, **options)`, which makes the study and runs it."""
         ordered = ["lm", *list(cls.fields())[: cls.positional]]
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -475,7 +475,7 @@ def bind_call(
     name: str, known: Sequence[str], ordered: Sequence[str], required: Sequence[str], args: tuple[Any, ...],
     named: dict[str, Any], others: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments of a call by name.
+    """Return the arguments of a call by name.
 
     ordered: names that may be given by position · others: True if the function accepts further names
     Raises: `ProgramError` for a missing, unknown, duplicate or surplus argument.
@@ -494,7 +494,7 @@ def bind_call(
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """The docstring below each annotated field of a class; empty if its source is not available."""
+    """Return the docstring below each annotated field of a class; empty if its source is not available."""
     try:
         definition: Any = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError):
@@ -509,7 +509,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 
 def plain_data(value: Any) -> Any:
-    """A value as plain JSON data; an array as its shape and the hash of its numbers, bytes as their hash."""
+    """Return a value as plain JSON data; arrays become their shape and a content hash, bytes a hash."""
     if "float" in str(getattr(value, "dtype", "")) and hasattr(value, "shape"):
         numbers = as_array(value)
         return {"shape": list(numbers.shape), "sha256": hashlib.sha256(numbers.tobytes()).hexdigest()}
@@ -536,7 +536,7 @@ Record = TypeVar("Record")
 
 
 def json_of(question: Any) -> str:
-    """Plain data as JSON, the same text for the same data. NumPy's numbers count as plain."""
+    """Encode plain data as JSON, with equal text for equal data. NumPy scalars count as plain."""
     return msgspec.json.encode(question, enc_hook=_plain, order="deterministic").decode()
 
 
@@ -639,7 +639,7 @@ def run_batches(
 
 
 def content_of(lm: LM, program: Program, path: str) -> str:
-    """The content of a program, for a journal (`NamedBank.content_of`). Raises `ProgramError` for code."""
+    """Return the content of a program, for a journal (`NamedBank.content_of`). Raises `ProgramError` for code."""
     try:
         return lm.bank.content_of(program, {name: of.card.content for name, of in lm.sites.dictionaries.items()})
     except PatchclampError as error:
@@ -648,9 +648,9 @@ def content_of(lm: LM, program: Program, path: str) -> str:
 
 @contextmanager
 def keeping(lm: LM, question: Mapping[str, Any], resume: Resumable | None) -> Iterator[Journal | None]:
-    """The journal of a resumable study; None without `resume`.
+    """Open the journal of a resumable study and yield it; None without `resume`.
 
-    question: everything that determines the values, as plain data; of programs, their `content_of`
+    question: everything that determines the values, as plain data; programs as their `content_of`
     Raises: `ProgramError` if the journal belongs to another study, model, engine or version, `NameTaken` if another
     study is writing it.
     """
@@ -679,10 +679,10 @@ def recorded_runs(
     advance: Callable[[int], None],
     batch: int,
 ) -> list[Record]:
-    """A record of the run of every item, in order. Items in the journal are not run again.
+    """Return a record of each item's run, in order. Items in the journal are not rerun.
 
-    call: makes the arguments of the `lm.arun` of some items, one run each
-    record: makes the records of some runs, which are then closed
+    call: makes `lm.arun` arguments for a batch of items, one run each
+    record: makes a batch's records from its runs, which are then closed
     advance: called with the number of items that are done
     batch: largest number of runs in a batch
     """
@@ -708,7 +708,7 @@ def recorded_runs(
 def recorded(
     journal: Journal | None, count: int, kind: type[Record], compute: Callable[[], Sequence[Record]]
 ) -> list[Record]:
-    """`count` records that are computed together, unless the journal has them."""
+    """Return `count` records from the journal, or compute them together."""
     records = journal.take(kind, count) if journal is not None else []
     if len(records) < count:
         records = list(compute())

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Cell(PublicStruct, frozen=True):
-    """One patched run: its place, and the metric, averaged over pairs; `effect` is its change by the patch."""
+    """One patched run: its place, and its metric, averaged over pairs; `effect` is the change caused by the patch."""
 
     site: str
     layer: int | None
@@ -37,12 +37,12 @@ class Cell(PublicStruct, frozen=True):
 
     @property
     def panel(self) -> str:
-        """`resid_pre`, or `z[:, 3]`."""
+        """The panel's name: `resid_pre`, or `z[:, 3]`."""
         return Row(self.site, self.layer, self.index).panel
 
     @property
     def where(self) -> str:
-        """`resid_pre[8]`, or `z[8, 3]`."""
+        """The cell's site: `resid_pre[8]`, or `z[8, 3]`."""
         return str(Row(self.site, self.layer, self.index))
 
     def __repr__(self) -> str:
@@ -51,7 +51,7 @@ class Cell(PublicStruct, frozen=True):
 
 
 class Pair(PublicStruct, frozen=True):
-    """Two prompts, the graded tokens, and the metric of both unpatched.
+    """Two prompts, the graded tokens, and the metric of both unpatched runs.
 
     answer_ids, foil_ids: the graded tokens
     alignment: (clean, corrupt) positions; skipped: (side, position, token) without a partner; columns: the grid's
@@ -74,7 +74,7 @@ class Pair(PublicStruct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Several cells patched at once, on the way from coarse to fine: rows and columns of the grid by number."""
+    """Several cells patched at once, on the way from coarse to fine: rows and columns of the grid by index."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -84,7 +84,7 @@ class Block(msgspec.Struct, frozen=True):
 class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     """The base of sweeps. `values` [R, P] is the metric of the runs with one cell patched, NaN for cells not run.
 
-    pairs: the prompts; rows, columns: of the grid, columns with the first pair's positions
+    pairs: the prompts; rows, columns: the grid's rows, and its columns with the first pair's positions
     each: [N, R, P], the metric in every pair (and for every seed); `values` is its mean
     clean, corrupt: the metric of the unpatched runs, means over the pairs
     noise_floor: the largest difference among reruns of the unpatched prompts, spread through the same batches; smaller
@@ -97,7 +97,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     blocks: the blocks patched before the grid's cells, if the sweep zoomed in
     source: the values written into the cells and how they were mixed in, in words; empty in results of older versions
     question: everything that determines the values, as JSON; `asked` reads it
-    computed: extent of the computation in words, on an engine that leaves out what programs cannot change
+    computed: extent of the computation in words, on an engine that skips parts that programs cannot change
     """
 
     metric: str
@@ -141,7 +141,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return "corrupt" if self.direction == "denoising" else "clean"
 
     def in_words(self, template: str) -> str:
-        """A template with the names of both sides and of the source of the values."""
+        """Fill a template with the names of both sides and the source of the values."""
         other = "clean" if self.patched == "corrupt" else "corrupt"
         own = f"{other} activations"  # the default source
         origin = f"from the {other} run" if self.source in ("", own) else f"with {self.source}"
@@ -202,7 +202,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The panels: sites, or for groups of heads, neurons or experts the site with its index, as `z[:, 3]`."""
+        """The panels: sites, or for groups of heads, neurons or experts the site with its index, such as `z[:, 3]`."""
         return tuple(panels_of(self.rows))
 
     @property
@@ -216,7 +216,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.as_grid(self.values)
 
     def as_grid(self, values: np.ndarray) -> np.ndarray:
-        """Numbers of the cells [R, P] as [S, L, P]."""
+        """Reshape cells' values [R, P] to [S, L, P]."""
         panels, layers = self.sites, self.layers
         grid = np.full((len(panels), len(layers), len(self.columns)), np.nan)
         for row, of_row in zip(self.rows, values, strict=True):
@@ -224,12 +224,12 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return grid
 
     def _run(self) -> list[tuple[int, int]]:
-        """Row and column of every cell that was run, in grid order."""
+        """Return row and column of every cell that was run, in grid order."""
         in_order = sorted(range(len(self.rows)), key=lambda r: self.sites.index(self.rows[r].panel))
         return [(r, p) for r in in_order for p in np.flatnonzero(~np.isnan(self.values[r])).tolist()]
 
     def cells(self) -> list[Cell]:
-        """Every cell that was run, in grid order."""
+        """Return every cell that was run, in grid order."""
         cells = []
         for r, p in self._run():
             row, value = self.rows[r], float(self.values[r, p])
@@ -237,8 +237,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return cells
 
     def best(self, count: int = 5) -> list[Cell]:
-        """The cells that moved the metric furthest from the baseline towards the other prompt's, best first; without
-        another prompt, those that moved it furthest in either direction."""
+        """Return the cells that moved the metric furthest from the baseline towards the other prompt's, best first;
+        without another prompt, the cells that moved it furthest either way."""
         count = check_whole(count, "count")
         if self.goal is None:
             return sorted(self.cells(), key=lambda cell: -abs(cell.value - self.baseline))[:count]
@@ -246,8 +246,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return sorted(self.cells(), key=lambda cell: -towards * cell.value)[:count]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per cell: site, layer, index, column, clean and corrupt positions, value, effect over the baseline,
-        and for several pairs the ends of both intervals and both p-values."""
+        """Return one row per cell: site, layer, index, column, clean and corrupt positions, value, effect over the
+        baseline, and for several pairs both intervals and both p-values."""
         import pandas
 
         names = ("low", "high", "effect_low", "effect_high", "p", "p_family")
@@ -266,8 +266,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     # -- pictures
 
     def picture(self) -> Heatmap:
-        """Plot data: one panel per site, sites without layers last. With few columns, heads, neurons and experts go
-        across."""
+        """Return plot data: one panel per site, sites without layers last. With few columns, heads, neurons and experts
+        go across."""
         # parts go across if every row is a part of a site, and there are few columns, not more than parts
         parts_across = all(row.index for row in self.rows) and len(self.columns) <= min(ACROSS, len(self.sites))
         panels, columns, axis = _by_part(self) if parts_across else _by_site(self)
@@ -294,7 +294,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class PatchSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
-    """A patch sweep: cells of one prompt's run replaced by those of the other's (`patch_sweep`)."""
+    """A patch sweep: cells of one prompt's run replaced by the other's (`patch_sweep`)."""
 
     done: ClassVar[str] = "Patching {source} into the {patched} run"
     cell: ClassVar[str] = "the {patched} run with one place patched {origin}"
@@ -312,8 +312,8 @@ class AblationSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
 class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
     """A causal trace: the subject's embeddings are noised, and cells are restored to clean values (`causal_trace`).
 
-    subjects: the noised positions of each pair; std: of the noise, as added to the embeddings
-    low, high: for several prompts the interval over prompts, each with the mean over its seeds; for one prompt the
+    subjects: the noised positions of each pair; std: standard deviation of the added noise
+    low, high: for several prompts the interval over prompts, after averaging each one's seeds; for one prompt the
         interval over its seeds, without p-values
     """
 
@@ -328,7 +328,7 @@ class CausalTraceResult(Sweep, frozen=True, eq=False, kw_only=True):
 class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
     """Path patching: rows are senders, columns receivers (`path_patch`).
 
-    frozen: the sites that were frozen to the unpatched run between the two
+    frozen: the sites between sender and receiver that were frozen to the unpatched run
     notice: the reason why the effect on the logits is 0 by construction, if it is
     """
 
@@ -341,7 +341,7 @@ class PathPatchResult(Sweep, frozen=True, eq=False, kw_only=True):
 
 
 def place(cell: Cell) -> str:
-    """`resid_pre[8] @ ' Tower'`"""
+    """Return a cell's place: `resid_pre[8] @ ' Tower'`"""
     return f"{cell.where} @ {cell.column.label!r}"
 
 
@@ -349,14 +349,14 @@ WEAK = 0.01  # share of the way to the goal; if no effect reaches it, the title 
 ACROSS = 4  # with up to this many columns, parts of a site (heads, …) go across, in a panel for each column
 EFFECT = ((EFFECT_FROM, "effect_low"), (EFFECT_TO, "effect_high"))
 DETAILS = (("95 % interval from", "low"), ("to", "high"), *EFFECT, ("p", "p"), (P_FAMILY, "p_family"))
-OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)  # for one prompt: no p-values
+OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)  # one prompt has no p-values
 
 
 # -- the grid
 
 
 def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
-    """A panel for each site, or part of one; the sweep's columns across."""
+    """Return a panel for each site, or part of a site, with the sweep's columns across."""
 
     def panel(s: int, name: str) -> Panel:
         layers = (None,) if name in SITES and not SPECS[name].layered else sweep.layers
@@ -370,7 +370,7 @@ def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
 def _cut(
     sweep: Sweep, pick: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray | None, tuple[tuple[str, np.ndarray], ...]]:
-    """A panel's values, those of its blocks, and its details. `pick`: the panel's numbers of a grid [S, L, P]."""
+    """Return a panel's values, its blocks' values, and its details. `pick` selects the panel from a grid [S, L, P]."""
     coarse = _coarse(sweep)
     details = [(label, getattr(sweep, field)) for label, field in (OVER_SEEDS if sweep.p is None else DETAILS)]
     return (
@@ -381,7 +381,7 @@ def _cut(
 
 
 def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
-    """A panel for each site and column of the sweep; the site's parts across."""
+    """Return a panel for each site and column of the sweep, with the site's parts across."""
     parts = tuple(dict.fromkeys(row.index for row in sweep.rows))
     names = tuple(dict.fromkeys(row.site for row in sweep.rows))
     number = {panel: s for s, panel in enumerate(sweep.sites)}
@@ -405,7 +405,7 @@ def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
 
 
 def _coarse(sweep: Sweep) -> np.ndarray | None:
-    """The value of the smallest block around each cell, [R, P]."""
+    """Return the value of the smallest block around each cell, [R, P]."""
     if not sweep.blocks:
         return None
     coarse = np.full(sweep.values.shape, np.nan)
@@ -430,7 +430,7 @@ def _strips(sweep: Sweep) -> tuple[Strip, ...]:
 
 
 def marks(sweep: Sweep, own: int) -> tuple[Mark, ...]:
-    """The mark of each token of the clean prompt (`own` 0) or the corrupt one (1), in comparison with its partner."""
+    """Return the mark of each clean (`own` 0) or corrupt (1) token, in comparison with its partner."""
     tokens = (sweep.clean_tokens, sweep.corrupt_tokens)
     skipped = {position for side, position, _ in sweep.skipped if side == ("clean", "corrupt")[own]}
     same = {pair[own] for pair in sweep.alignment if tokens[0][pair[0]] == tokens[1][pair[1]]}
@@ -472,7 +472,7 @@ class MetricWords(NamedTuple):
 
 
 def metric_words(sweep: Sweep) -> MetricWords:
-    """The metric in words, of the first pair; the quantity of all pairs."""
+    """Return the metric in words, for the first pair; the quantity is for all pairs."""
     answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
     one, other = answer, foil
     if len({(pair.answer, pair.foil) for pair in sweep.pairs}) > 1:

@@ -1,10 +1,10 @@
 """Teacher forcing: the log-probability of every token of a given continuation, exact, on any engine.
 
 On vLLM continuations are graded in batches (`LM.grade`). Elsewhere, one run of prompt + continuation captures
-`final_norm` at the positions that predict the continuation's tokens. Each of those rows is then written into a run of a
-single token, whose next token is scored: the engine's own unembedding reads it, in the engine's own numerics. A
-continuation of n tokens costs one prompt of its length and n − 1 prompts of one token, instead of n prompts of growing
-length. The long run itself scores the last token.
+`final_norm` at the positions that predict the continuation's tokens. Each row is then written into a one-token run,
+whose next token is scored: the engine's own unembedding reads the row, in the engine's own numerics. A continuation of
+n tokens costs one prompt of its length and n − 1 prompts of one token, instead of n prompts of growing length. The long
+run itself scores the last token.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FINAL_NORM = Site("final_norm")
 
 
 class Forced(msgspec.Struct, frozen=True):
-    """A continuation of a prompt, in token ids, at least one; `text` is the prompt's, if known.
+    """A prompt and its continuation of at least one token, as token ids; `text` is the prompt's, if known.
 
-    edits: as in a run that generates the continuation: selections of the prompt mean the prompt, `generated` means the
+    edits: as in a run that generates the continuation: `prompt` selects from the prompt, `generated` from the
         continuation
-    path: of the edits, in errors
+    path: the edits' path in errors
     """
 
     prompt: tuple[int, ...]
@@ -60,7 +60,7 @@ def forced_logprobs(
     advance: Callable[[int], None] = lambda done: None,
     journal: Journal | None = None,
 ) -> list[np.ndarray]:
-    """The log-probability of each token of each item's continuation, given those before it: fp64 [n] per item.
+    """Return the log-probability of each token of each item's continuation, given those before it: fp64 [n] per item.
 
     `advance` is called with the number of items that are done. Items in `journal` are not recomputed; it grows by
     groups of items that take about `grade.BATCH_S`.
@@ -98,7 +98,7 @@ class _Long(msgspec.Struct):
 
 
 def _key(longs: dict[Any, _Long], item: Forced) -> Any:
-    """The key of the long run that scores an item's last token. Continuations that differ only in it share one."""
+    """Return the key of the run that scores an item's last token. Continuations differing only in it share a run."""
     last = item.continuation[-1]
     for number in itertools.count():
         key = item.prompt, item.continuation[:-1], item.edits, number
@@ -121,7 +121,7 @@ def _group_logprobs(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]
 
 
 def _graded(lm: LM, items: list[Forced], batch: int, route: Literal["any", "bulk"] = "any") -> list[np.ndarray]:
-    """The log-probabilities by `LM.graded`."""
+    """Return the log-probabilities, graded by `LM.graded`."""
     of_pair: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for i, item in enumerate(items):
         of_pair.setdefault((item.prompt, item.continuation), []).append(i)
@@ -149,7 +149,7 @@ def _check(lm: LM, item: Forced) -> None:
 
 
 def _logprobs_of_rows(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]:
-    """The log-probabilities by requests."""
+    """Return the log-probabilities, from requests."""
     longs: dict[Any, _Long] = {}
     keys = [_key(longs, item) for item in items]
     runs: list[Run] = []
@@ -164,7 +164,7 @@ def _logprobs_of_rows(lm: LM, items: list[Forced], batch: int) -> list[np.ndarra
 
 
 def _whole(lm: LM, longs: list[_Long]) -> dict[str, Any]:
-    """The call that makes long runs, and captures the rows that predict all tokens but the last."""
+    """Return the call that makes long runs, and captures the rows that predict all tokens but the last."""
     begins = [len(long.item.prompt) - 1 for long in longs]
     return {
         "prompt": [[*long.item.prompt, *long.item.continuation[:-1]] for long in longs],
@@ -177,7 +177,7 @@ def _whole(lm: LM, longs: list[_Long]) -> dict[str, Any]:
 
 
 def _readouts(lm: LM, longs: list[_Long], runs: list[Run], batch: int) -> list[np.ndarray]:
-    """The log-probabilities of all tokens but the last, each from a run of one token."""
+    """Return the log-probabilities of all tokens but the last, each from a one-token run."""
     logprobs = [np.zeros(long.count) for long in longs]
     places = [(i, n) for i, long in enumerate(longs) for n in range(long.count)]
     unread = iter(places)
@@ -192,7 +192,7 @@ def _readouts(lm: LM, longs: list[_Long], runs: list[Run], batch: int) -> list[n
 
 
 def _readout(longs: list[_Long], runs: list[Run], places: list[tuple[int, int]]) -> dict[str, Any]:
-    """The call that reads rows of long runs through the unembedding."""
+    """Return the call that reads rows of long runs through the unembedding."""
     items = [longs[i].item for i, _ in places]
     sources = [From(runs[i], FINAL_NORM, every[len(longs[i].item.prompt) - 1 + n]) for i, n in places]
     return {
@@ -204,8 +204,8 @@ def _readout(longs: list[_Long], runs: list[Run], places: list[tuple[int, int]])
 
 
 def fixed(lm: LM, item: Forced) -> Iterator[tuple[str, Op]]:
-    """An item's edits by path, those of named programs included, with their positions as numbers, because the
-    continuation is now part of the prompt. Edits and conditions of no position are dropped."""
+    """Yield an item's edits by path, including named programs' edits, with positions resolved to numbers, because the
+    continuation is now part of the prompt. Edits and conditions without positions are dropped."""
     ids = [*item.prompt, *item.continuation[:-1]]
     prompt = prompt_of(lm.tokenizer, item.prompt, item.text, None)
 
@@ -229,7 +229,7 @@ def fixed(lm: LM, item: Forced) -> Iterator[tuple[str, Op]]:
 
 
 def _positions(prompt: Prompt, tokens: Tokens, ids: list[int], most: int) -> tuple[int, ...]:
-    """The positions of a selection; generated tokens beyond the continuation are dropped."""
+    """Return the positions of a selection; generated tokens beyond the continuation are dropped."""
     try:
         chosen = prompt.select(tokens, len(ids), ids)
     except TokensError:
@@ -245,5 +245,5 @@ def _numbered(positions: tuple[int, ...], count: int) -> Any:
 
 
 def parts(items: Sequence[Any], size: int) -> Iterable[list[Any]]:
-    """Lists of at most `size` items, in order."""
+    """Yield lists of at most `size` items, in order."""
     return (list(items[begin : begin + size]) for begin in range(0, len(items), size))

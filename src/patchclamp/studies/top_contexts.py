@@ -1,6 +1,6 @@
 """The contexts of a data set in which a feature of a sparse autoencoder is largest.
 
-They are read from a harvest of features, which the study makes if it is not given one. Running the study again with
+They are read from a harvest of features, which the study makes unless it is given one. Running the study again with
 other `features` reuses the harvest.
 
 Source: Bricken et al. 2023, "Towards monosemanticity"; Bills et al. 2023, "Language models can explain neurons".
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class FeatureContext(PublicStruct, frozen=True):
-    """A token at which a feature is large, with the tokens around it and the feature's value at each; `at` is its own
-    place among them, and `position` its place in the document."""
+    """A token at which a feature is large, with the tokens around it and the feature's value at each; `at` is its index
+    among them, and `position` its position in the document."""
 
     feature: int
     document: int
@@ -42,9 +42,8 @@ class FeatureContext(PublicStruct, frozen=True):
 
 
 class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`contexts` of every feature, by its value, largest first. `density` [features]: the share of tokens at which each
-    of the chosen `features` is among those kept. `folder` has the harvest, and in it the features of all tokens under
-    `name`."""
+    """`contexts`: each feature's, by value, largest first. `density` [features]: the share of tokens at which each of
+    the chosen `features` was kept. `folder`: the harvest, which has the features of all tokens under `name`."""
 
     folder: str
     sae: str
@@ -54,11 +53,11 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
     contexts: tuple[FeatureContext, ...]
 
     def table(self) -> Any:
-        """All features of all tokens, as a `pyarrow.Table`: document, position, token_id, feature, value."""
+        """Return all features of all tokens as a `pyarrow.Table`: document, position, token_id, feature, value."""
         return Harvested(self.folder).features(self.name)
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per context: feature, value, document, position, token and text."""
+        """Return one row per context: feature, value, document, position, token and text."""
         import pandas
 
         return pandas.DataFrame([
@@ -68,7 +67,7 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Plot data: a panel per feature, whose rows are its contexts, with tokens coloured by its value."""
+        """Return plot data: a panel per feature, whose rows are its contexts, with tokens coloured by its value."""
         rows = [(str(one.feature), style.number(one.values[one.at]), style.visible(one.tokens[one.at]),
                  style.plain("".join(one.tokens))) for one in self.contexts]  # fmt: skip
         return TokenGrid(
@@ -97,8 +96,7 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class TopContexts(Study):
-    """Show the contexts of a data set in which some features are largest, from a harvest of features, made if it is not
-    given.
+    """Show the contexts of a data set in which the chosen features are largest, from a given or a new harvest.
 
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, and the error of any run.
     """
@@ -164,7 +162,7 @@ class TopContexts(Study):
         return data, data.stored_features(read.name)
 
     def _stored(self, lm: LM) -> StoredFeatures:
-        """The features of the SAE in the given harvest."""
+        """Return the features of the SAE in the given harvest."""
         for name in ("documents", "folder", "at", "kept", "column", "context"):
             if getattr(self, name) is not self.fields()[name].default:
                 raise ProgramError("not supported with a harvest: omit it", name)
@@ -183,7 +181,7 @@ class TopContexts(Study):
     def _contexts(
         self, lm: LM, tokens: TokenizedDocuments, feature: int, places: np.ndarray, values: np.ndarray
     ) -> list[FeatureContext]:
-        """The contexts of a feature, which has these values at these places in the documents' ids."""
+        """Return a feature's contexts, given its values at places in the documents' ids."""
         value_of = dict(zip(places.tolist(), values.tolist(), strict=True))
         contexts: list[FeatureContext] = []
         shown: list[int] = []
@@ -202,7 +200,7 @@ class TopContexts(Study):
         return contexts
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain data; documents that are not in a file are reduced to their type."""
+        """Return the configuration as plain data; documents that are not in a file are reduced to their type."""
         documents = self.documents if isinstance(self.documents, (str, Path)) else type(self.documents).__name__
         return super().to_dict() | ({} if self.documents is None else {"documents": str(documents)})
 

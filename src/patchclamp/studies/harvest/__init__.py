@@ -78,16 +78,16 @@ __all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "as_ha
 
 SHARD_ROWS = 131_072
 MAX_PROJECTED = 256  # rows of a matrix on the device: with more, the host is faster
-BATCH_BYTES = 1 << 29  # captured per batch, if that is between these numbers of tokens:
+BATCH_BYTES = 1 << 29  # bytes captured per batch, within these bounds in tokens:
 LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
-FIRST_TOKENS = 256  # of the first batch; later ones grow according to speed
+FIRST_TOKENS = 256  # in the first batch; later batches grow with speed
 UNDER_WAY = 3  # batches: two are queued while one is fetched, which waits for the step in progress
 
 
 class Project:
     """Store W h instead of h: probes, directions, the first components of a PCA.
 
-    matrix: W [K, D] for all sites, or one for each site by its name, as in {"resid_post[3]": W}
+    matrix: W [K, D] for all sites, or one per site by name, as in {"resid_post[3]": W}
     on_device: project rows before they leave the device, if possible (`_projectable`)
     """
 
@@ -97,9 +97,9 @@ class Project:
         self._by_site = {None if site is None else str(site): _matrix(value) for site, value in by_site.items()}
 
     def of(self, site: str, width: int) -> np.ndarray:
-        """W [K, D] of a site of this width.
+        """Return W [K, D] for a site of this width.
 
-        Raises: `ProgramError` if there is none, `ShapeError` if it does not fit.
+        Raises: `ProgramError` without a matrix for the site, `ShapeError` if it does not fit.
         """
         matrix = self._by_site.get(site, self._by_site.get(None))
         if matrix is None:
@@ -110,7 +110,7 @@ class Project:
 
     @property
     def sites(self) -> list[str]:
-        """The sites with a matrix of their own."""
+        """The sites with their own matrix."""
         return [site for site in self._by_site if site is not None]
 
     def __repr__(self) -> str:
@@ -126,10 +126,10 @@ def _matrix(value: Any) -> np.ndarray:
 
 
 class SiteReduction(NamedTuple):
-    """A site, and the reduction of a document's rows there, [n, D]: the same rows, their projections [n, K], or one
-    row, the sum of either.
+    """A site, and its reduction of a document's rows [n, D]: the same rows, their projections [n, K], or the sum of
+    either.
 
-    site: as it is stored
+    site: the stored site
     matrix: W [K, D], or None
     on_device: True if rows arrive projected
     sums: True if rows are summed
@@ -142,7 +142,7 @@ class SiteReduction(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """True if there is work left for the host, which is done in fp32."""
+        """True if the host has work left, which it does in fp32."""
         return self.sums or (self.matrix is not None and not self.on_device)
 
     def capture(self, tokens: Tokens, dtype: str) -> Capture:
@@ -157,10 +157,10 @@ class SiteReduction(NamedTuple):
 class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """The result of a harvest.
 
-    folder: of the data set, named by the hash of its recipe
-    sites, dtype: of the stored rows · features: the names of the SAEs whose features are stored
-    documents, tokens: of the whole data set; cut_tokens: those that were cut off
-    rows: of the whole data set, before caps on norms; ran: tokens that this call ran
+    folder: the data set's folder, named by the hash of its recipe
+    sites, dtype: sites and dtype of the stored rows · features: names of the SAEs with stored features
+    documents, tokens: numbers in the whole data set; cut_tokens: number of tokens cut off
+    rows: number in the whole data set, before norm caps; ran: number of tokens that this call ran
     complete: True if all parts exist
     """
 
@@ -219,7 +219,7 @@ OptionalCount = Annotated[int | None, Arg(_from_one, int)]
 
 
 class Harvest(Study):
-    """Write the activations of documents' tokens at some sites to disk, shuffled; a stopped harvest is resumed.
+    """Write the activations of documents' tokens at the given sites to disk, shuffled; a stopped harvest is resumed.
 
     `stream` passes the same rows to a trainer instead.
 
@@ -301,8 +301,8 @@ class Harvest(Study):
         self, lm: LM, *, batch_rows: int = 4096, index: bool = False, shard: tuple[int, int] = (0, 1),
         batch_tokens: int | None = None,
     ) -> HarvestStream:  # fmt: skip
-        """The rows as a `torch.utils.data.IterableDataset` of batches, computed while they are read, without writing to
-        disk: those of the harvest in the order of `Harvested(folder, interleave=False).batches(size=batch_rows)`.
+        """Return the harvest's rows as a `torch.utils.data.IterableDataset` of batches, computed while they are read,
+        without writing to disk, in the order of `Harvested(folder, interleave=False).batches(size=batch_rows)`.
 
         At most two parts are in memory: one is read while the next is computed, and the engine waits for a slow reader.
         Each iteration runs the documents. Ending one early stops the engine's work. An error of a document is raised
@@ -337,7 +337,7 @@ class Harvest(Study):
     def _prepare(
         self, lm: LM, machines: int, batch_tokens: int | None
     ) -> tuple[HarvestPlan, Manifest, dict[str, list[Any]], Callable[[], _HarvestJob]]:
-        """The plan, the manifest, the kept columns of documents by name, and a function that makes the job."""
+        """Return the plan, the manifest, the kept columns of documents by name, and a function that makes the job."""
         filters = self.filters or Filters()
         reductions = _reductions(lm, self.sites, self.project, self.sums, filters.caps_norms)
         if self.parts is not None and self.parts < machines:
@@ -380,7 +380,7 @@ class Harvest(Study):
         return Manifest(recipe, len(tokens.documents) - 1, len(tokens.ids), tokens.cut, plan.part_rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as plain data; documents that are not in a file are reduced to their type."""
+        """Return the configuration as plain data; documents that are not in a file are reduced to their type."""
         file = isinstance(self.documents, (str, Path))
         return super().to_dict() | {"documents": str(self.documents) if file else type(self.documents).__name__}
 
@@ -389,7 +389,7 @@ harvest: Callable[..., HarvestResult] = Harvest.short_form("harvest")
 
 
 def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped: bool) -> list[SiteReduction]:
-    """Every site of every layer, once. Norm caps need whole rows on the host, which rules out projected captures."""
+    """Return every site of every layer, once. Norm caps need whole rows on the host, ruling out projected captures."""
     matrices: dict[SiteRef, np.ndarray | None] = {}
     for number, text in enumerate(sites):
         if isinstance(text, Features):
@@ -417,7 +417,7 @@ def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped:
 
 
 def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
-    """The features among the sites, of attached SAEs."""
+    """Return the features of attached SAEs among the sites."""
     stored: dict[str, StoredFeatures] = {}
     for number, op in enumerate(sites):
         path = f"sites[{number}]"
@@ -437,8 +437,8 @@ def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
 
 
 def _projectable(lm: LM, matrices: Mapping[SiteRef, np.ndarray | None]) -> set[SiteRef]:
-    """The sites that can be captured projected. Their rows are not sharded across GPUs, they have fewer products than
-    numbers in a row and not more than a capture allows, and the same tensor has no other projection."""
+    """Return the sites that can be captured projected: their rows are not sharded across GPUs, the projection is
+    narrower than a row and within a capture's limit, and the same tensor has no other projection."""
     ways: dict[int, set[tuple[str, tuple[int, int] | None]]] = {}
     for ref, matrix in matrices.items():
         ways.setdefault(ref.point, set()).add((_digest(matrix), ref.columns))
@@ -450,7 +450,7 @@ def _projectable(lm: LM, matrices: Mapping[SiteRef, np.ndarray | None]) -> set[S
 
 
 def _digest(matrix: np.ndarray | None) -> str:
-    """A hash of a matrix, "" without one."""
+    """Return a matrix's hash, or "" for None."""
     return "" if matrix is None else hashlib.sha256(repr(matrix.shape).encode() + matrix.tobytes()).hexdigest()
 
 
@@ -474,7 +474,7 @@ def _write_plan(folder: Path, manifest: Manifest, plan: HarvestPlan, columns: di
 
 
 def _stored(columns: dict[str, list[Any]]) -> bytes:
-    """A Parquet file with the kept columns of documents."""
+    """Encode documents' kept columns as Parquet."""
     arrow, file = needed("pyarrow"), io.BytesIO()
     try:
         needed("pyarrow.parquet").write_table(arrow.table(columns), file)
@@ -484,7 +484,7 @@ def _stored(columns: dict[str, list[Any]]) -> bytes:
 
 
 def _is_sealed(place: Path, manifest: Manifest, number: int) -> bool:
-    """True if all shards of a part exist, and its open folder is gone."""
+    """Return True if all shards of a part exist, and its open folder is gone."""
     shards = manifest.shards_of(number)
     return all((place / name).exists() for name in shards) and not open_folder(place, number).exists()
 
@@ -510,7 +510,7 @@ def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
 
 
 class _HarvestJob:
-    """Runs the prompts of some parts and passes their rows to the writer."""
+    """Runs the prompts of parts and passes their rows to the writer."""
 
     def __init__(
         self, lm: LM, plan: HarvestPlan, manifest: Manifest, reductions: list[SiteReduction], batch_tokens: int
@@ -519,7 +519,7 @@ class _HarvestJob:
         self._recipe, self._reductions = manifest.recipe, reductions
         self._first, self._tokens = _window(self._recipe.filters, plan)
         self._lengths = np.diff(plan.tokens.prompts)
-        self._parts: list[OpenPart] = []  # those that are open: their places take much memory
+        self._parts: list[OpenPart] = []  # open parts only: their places take much memory
         self._asked: list[tuple[OpenPart, list[int]]] = []
         self._ran, self._pace = 0, Pace(batch_tokens, FIRST_TOKENS)
 
@@ -527,7 +527,7 @@ class _HarvestJob:
         self, parts: Iterable[OpenPart], checkpoint_bytes: int, advance: Callable[[int], None],
         stopped: Future[None] | None = None,
     ) -> int:  # fmt: skip
-        """Make some parts. Returns the number of tokens run. `advance` is notified of tokens that are done; setting
+        """Make `parts`, and return the number of tokens run. `advance` receives numbers of finished tokens; setting
         `stopped` cancels the rest."""
         self._advance, self._writer = advance, HarvestWriter(self._recipe.row_bytes, checkpoint_bytes)
         try:
@@ -540,7 +540,7 @@ class _HarvestJob:
         return self._ran
 
     def _calls(self, parts: Iterable[OpenPart]) -> Iterator[dict[str, Any]]:
-        """The calls that run every batch, part by part."""
+        """Yield the calls that run every batch, part by part."""
         captures = [*(one.capture(self._tokens, self._recipe.dtype) for one in self._reductions),
                     *(one.op(self._tokens) for one in self._recipe.features)]  # fmt: skip
         for part in parts:
@@ -568,7 +568,7 @@ class _HarvestJob:
     def _rows(
         self, part: OpenPart, prompts: list[int], runs: list[Run], captured: list[dict[str, Any]]
     ) -> Iterator[list[np.ndarray]]:
-        """The rows of some prompts, site by site, then features. Runs are closed at the end."""
+        """Yield the prompts' rows, site by site, then features. Runs are closed at the end."""
         kept = [self._kept(part.part.prompts[i]) for i in prompts]
         norms = []
         if self._recipe.norms is not None:
@@ -596,12 +596,12 @@ class _HarvestJob:
             run.close()
 
     def _document(self, part: OpenPart, prompt: int) -> str:
-        """The path of one of a part's prompts in errors."""
+        """Return the path, for errors, of a prompt in a part."""
         first = self._plan.tokens.prompts[part.part.prompts[prompt]]
         return f"document {int(self._plan.tokens.document_of(first))}"
 
     def _fetch(self, part: OpenPart, runs: list[Run], prompts: list[int]) -> list[dict[str, Any]]:
-        """The rows of every run by site; features are read as well. Raises the error of the document whose rows
+        """Return every run's rows by site, and read its features. Raises the error of the document whose rows
         overflow."""
         sites = [one.site.name for one in self._reductions]
 
@@ -621,18 +621,18 @@ class _HarvestJob:
             raise
 
     def _norms(self, by_site: dict[str, Any], which: np.ndarray) -> np.ndarray:
-        """The norms of a prompt's kept rows at every site, before any reduction, [n, sites]."""
+        """Return the norms of a prompt's kept rows at every site, before any reduction, [n, sites]."""
         rows = [np.asarray(to_dtype(by_site[one.site.name], "float32")) for one in self._reductions]
         whole = [of_site.reshape(len(of_site), -1)[which] for of_site in rows]
         return np.stack([np.linalg.norm(of_site, axis=1) for of_site in whole], axis=1)
 
     def _kept(self, prompt: int) -> np.ndarray:
-        """The indices of a prompt's captured rows that are kept."""
+        """Return the indices of a prompt's captured rows that are kept."""
         first, end = self._plan.tokens.prompts[prompt : prompt + 2]
         return np.flatnonzero(self._plan.kept[first + self._first : end])
 
     def _reduced(self, one: SiteReduction, rows: Any, which: np.ndarray) -> np.ndarray:
-        """The stored rows of a prompt at a site, [n, width]."""
+        """Return the stored rows of a prompt at a site, [n, width]."""
         rows = to_dtype(rows, "float32" if one.changes else self._recipe.dtype)
         rows = rows.reshape(len(rows), -1)
         consecutive = len(which) and which[-1] - which[0] + 1 == len(which)
@@ -641,8 +641,8 @@ class _HarvestJob:
 
 
 def _window(filters: Filters, plan: HarvestPlan) -> tuple[int, Tokens]:
-    """The first captured position, and the selection to capture: the window of positions if it is the same for all
-    prompts, otherwise every position."""
+    """Return the first captured position, and the selection to capture: the window of positions if it is the same for
+    all prompts, otherwise every position."""
     whole_documents = len(plan.tokens.prompts) == len(np.unique(plan.tokens.documents))
     if len(filters.positions) != 1 or not whole_documents:
         return 0, every

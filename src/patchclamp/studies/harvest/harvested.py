@@ -45,7 +45,7 @@ MANIFEST, DOCUMENTS, COLUMNS = "harvest.json", "documents.safetensors", "columns
 
 
 def _only_harvest(folder: Path) -> Path:
-    """The folder of a data set: this one, or the only one in it. Raises `ProgramError` for several."""
+    """Return a data set's folder: this one, or the only one in it. Raises `ProgramError` for several."""
     if (folder / MANIFEST).exists() or not folder.is_dir():
         return folder
     inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
@@ -57,13 +57,13 @@ def _only_harvest(folder: Path) -> Path:
 class Harvested:
     """A data set that `harvest` wrote, complete or in part.
 
-    folder: of the data set, or a folder with one data set in it
+    folder: the data set's folder, or a folder with one data set in it
     interleave: read rows of several parts as one shuffle (`order`); False reads part after part, each shuffled
         separately
     manifest: the recipe, and the sizes of the complete data set
-    shards: the names of the shards that exist, in order; missing: of the others
+    shards: the names of the shards that exist, in order; missing: names of the rest
 
-    Raises: `ProgramError` for another folder.
+    Raises: `ProgramError` for any other folder.
     """
 
     folder: Path
@@ -103,12 +103,12 @@ class Harvested:
         return self.manifest.recipe.dtype
 
     def __len__(self) -> int:
-        """The number of rows in the shards that exist."""
+        """Return the number of rows in the shards that exist."""
         return len(self.order) if self.shards else 0
 
     @functools.cached_property
     def order(self) -> ReadingOrder:
-        """The order of reading rows, of the shards that exist."""
+        """The reading order of the rows in existing shards."""
         shards = self._shards_or_error()
         if self.sites:
             rows = [len(self.array(self.sites[0], shard)) for shard in shards]
@@ -119,17 +119,17 @@ class Harvested:
         return ReadingOrder(rows, parts, self.manifest.recipe.seed)
 
     def columns(self, sites: Sequence[str]) -> Columns:
-        """A shard's rows at some sites, by its number, mapped, in the form that `order` reads."""
+        """Return a function from a shard's number to its memory-mapped rows at `sites`, for `order` to read."""
         self.allow_files(sites)
         return lambda shard: {site: self.array(site, self.shards[shard]) for site in sites}
 
     def width(self, site: str | None = None) -> int:
-        """The width of a row at a site."""
+        """Return the width of a row at a site."""
         return self._site(site).width
 
     def array(self, site: str | None = None, shard: str | None = None) -> np.ndarray:
-        """A shard's rows at a site, [rows, D], memory-mapped: float32, float16, or the 16 bits of bfloat16 as uint16,
-        because NumPy lacks bfloat16. Defaults are the first shard and the only site."""
+        """Return a shard's rows at a site, [rows, D], memory-mapped: float32, float16, or the 16 bits of bfloat16 as
+        uint16, because NumPy lacks bfloat16. Defaults are the first shard and the only site."""
         kind = self._site(site)
         shard = self._shards_or_error()[0] if shard is None else shard
         if not isinstance(shard, str) or shard not in self.shards:
@@ -141,15 +141,15 @@ class Harvested:
         return file.mapped()
 
     def blocks(self, site: str | None = None, size: int = 4096) -> Iterator[np.ndarray]:
-        """All rows of a site in order, float32 [up to `size`, D] at a time. They were shuffled when they were written,
-        and parts are interleaved (`order`), so the files are read sequentially."""
+        """Yield a site's rows in order, float32 [up to `size`, D] at a time. Rows were shuffled when written, and parts
+        are interleaved (`order`), so the files are read sequentially."""
         name = self._site(site).name
         for piece in self.order.read(self.columns([name]), most=size):
             yield to_float32(piece[name], self.dtype)
 
     def index(self, shard: str | None = None) -> Any:
-        """A `pyarrow.Table` of each row's document, position and token, and of the columns that the harvest kept: of a
-        shard in its rows' order, or of all shards in reading order."""
+        """Return a `pyarrow.Table` of each row's document, position, token and kept columns: for one shard in stored
+        order, or for all shards in reading order."""
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         shards = self._shards_or_error() if shard is None else [shard]
         table = arrow.concat_tables([parquet.read_table(self.folder / name / INDEX) for name in shards])
@@ -157,8 +157,8 @@ class Harvested:
         return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
 
     def features(self, name: str | None = None, ids: Sequence[int] | None = None, shard: str | None = None) -> Any:
-        """A `pyarrow.Table` of the active features of rows: document, position, token_id, feature, value; of one SAE by
-        name (by default the only one), and of some `ids` or all. In document order, largest features first."""
+        """Return a `pyarrow.Table` of the rows' active features: document, position, token_id, feature, value; for one
+        SAE by name (by default the only one), and `ids` or all. In document order, largest features first."""
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         file, which = self.stored_features(name).file, None if ids is None else [("feature", "in", list(ids))]
         shards = self._shards_or_error() if shard is None else [shard]
@@ -166,7 +166,7 @@ class Harvested:
         return table.sort_by([("document", "ascending"), ("position", "ascending")]) if len(shards) > 1 else table
 
     def stored_features(self, name: str | None = None) -> StoredFeatures:
-        """The entry of an SAE in the recipe, by its name, or the only one."""
+        """Return an SAE's entry in the recipe, by name, or the only one."""
         stored = {one.name: one for one in self.manifest.recipe.features}
         if name is None and len(stored) == 1:
             return next(iter(stored.values()))
@@ -183,20 +183,20 @@ class Harvested:
 
     @functools.cached_property
     def _kept(self) -> Any:
-        """A `pyarrow.Table` of the columns that the harvest kept, one row per document; None without any."""
+        """A `pyarrow.Table` of the kept columns, one row per document; None without any."""
         path = self.folder / COLUMNS
         return needed("pyarrow.parquet").read_table(path) if path.exists() else None
 
     def to_frame(self, sites: Any = ()) -> pandas.DataFrame:
-        """One line per row in reading order: its document, position and token, the columns that the harvest kept, and
-        for each of some sites the row, a float32 array [D]."""
+        """Return one line per row in reading order: document, position, token, kept columns, and for each of `sites`
+        the row, a float32 array [D]."""
         frame = self.index().to_pandas()
         for site in self.names(sites):
             frame[site] = [row for block in self.blocks(site) for row in block]
         return frame
 
     def statistics(self) -> dict[str, SiteStatistics]:
-        """Mean, variance and norms of each site's rows, of the shards that exist."""
+        """Return mean, variance and norms of each site's rows in existing shards."""
         parts = [
             decode_statistics((self.folder / shard / STATISTICS).read_bytes()) for shard in self._shards_or_error()
         ]
@@ -208,12 +208,12 @@ class Harvested:
             write_whole(self.folder / STATISTICS, encode_statistics(self.statistics()))
 
     def allow_files(self, sites: Sequence[str], shards: int | None = None) -> None:
-        """Raise the file limit for this many open shards at some sites, by default as many as `order` opens."""
+        """Raise the file limit for this many open shards at `sites`, by default as many as `order` opens."""
         shards = (0 if self.order.is_stored else self.order.most_open) if shards is None else shards
         allow_files(shards * len(sites), READING)
 
     def columns_with_index(self, sites: Sequence[str]) -> Columns:
-        """Like `columns`, plus each row's document, position, token and kept columns, which may be object arrays."""
+        """Return `columns` plus each row's document, position, token and kept columns, which may be object arrays."""
         self.allow_files(sites)
 
         def of(shard: int) -> dict[str, np.ndarray]:
@@ -223,22 +223,22 @@ class Harvested:
         return of
 
     def torch(self, sites: Any = None, index: bool = False) -> HarvestRows:
-        """A `torch.utils.data.Dataset` of rows by number, as tensors in the stored dtype. With `index`, an item is a
-        dict that also has the row's document, position, token and kept columns."""
+        """Return a `torch.utils.data.Dataset` of rows by number, as tensors in the stored dtype. With `index`, an item
+        is a dict that also has the row's document, position, token and kept columns."""
         from patchclamp.studies.harvest.training import HarvestRows
 
         return HarvestRows(self, self.names(sites, index), index)
 
     def batches(self, sites: Any = None, size: int = 4096, repeat: bool = False, index: bool = False) -> HarvestBatches:
-        """A `torch.utils.data.IterableDataset` of batches in the rows' order, which reads the files sequentially. With
-        `index`, a batch is a dict that also has document, position, token and kept columns: tensors of numbers, lists
-        of anything else."""
+        """Return a `torch.utils.data.IterableDataset` of batches in the rows' order, which reads the files
+        sequentially. With `index`, a batch is a dict that also has document, position, token and kept columns: tensors
+        of numbers, lists of anything else."""
         from patchclamp.studies.harvest.training import HarvestBatches
 
         return HarvestBatches(self, self.names(sites, index), size, repeat, index)
 
     def datasets(self, sites: Any = None, size: int = 4096) -> Any:
-        """A `datasets.IterableDataset`: document, position, token, and a column of float32 lists for each site."""
+        """Return a `datasets.IterableDataset`: document, position, token, and float32 lists for each site."""
         from patchclamp.studies.harvest.training import to_datasets
 
         return to_datasets(self, self.names(sites), size)
@@ -250,7 +250,7 @@ class Harvested:
         return to_saelens(self, folder, hook_name, context_size, self._site(site).name)
 
     def activation_buffer(self, site: str | None = None, **options: Any) -> ActivationBuffer:
-        """An `ActivationBuffer`, for dictionary_learning's `trainSAE`."""
+        """Return an `ActivationBuffer`, for dictionary_learning's `trainSAE`."""
         from patchclamp.studies.harvest.training import ActivationBuffer
 
         return ActivationBuffer(self, self._site(site).name, **options)
@@ -264,7 +264,7 @@ class Harvested:
         return sites[str(name)]
 
     def names(self, sites: Any, index: bool = True) -> list[str]:
-        """The names of some sites, of one, or of all for None. At least one is required without the rows' index."""
+        """Return the names of one or several sites; None is all. At least one is required without the rows' index."""
         if isinstance(sites, (int, np.integer)):
             raise ProgramError(f"expected sites, got {sites}; for a number of rows use size={sites}", "sites")
         names = self.sites if sites is None else [sites] if not isinstance(sites, (list, tuple)) else sites
@@ -284,7 +284,7 @@ class Harvested:
 
 
 def with_kept(index: Any, kept: Any) -> Any:
-    """The index of rows with the kept columns of their documents, `kept`, if there are any."""
+    """Return the index of rows with their documents' kept columns, `kept`, if any."""
     if kept is not None:
         for name in kept.column_names:
             index = index.append_column(name, kept[name].take(index["document"]))
@@ -292,8 +292,7 @@ def with_kept(index: Any, kept: Any) -> Any:
 
 
 def index_arrays(index: Any, kept: Any, sums: bool) -> dict[str, np.ndarray]:
-    """The columns of an index as arrays: of numbers if a column has one for every row of the data set, otherwise of
-    objects."""
+    """Return an index's columns as arrays: numeric if every row of the data set has a number, otherwise of objects."""
     types = needed("pyarrow").types
 
     def is_numeric(name: str) -> bool:
@@ -308,7 +307,7 @@ def index_arrays(index: Any, kept: Any, sums: bool) -> dict[str, np.ndarray]:
 
 
 def as_harvested(value: Any, path: str) -> Harvested:
-    """A harvest, from its folder, its reader or its result."""
+    """Read a harvest from its folder, its reader or its result."""
     try:
         return value if isinstance(value, Harvested) else Harvested(getattr(value, "folder", value))
     except PatchclampError as error:

@@ -3,7 +3,7 @@
 The plan depends only on the documents, the tokenizer and the filters, so the number and the places of rows are known
 before anything runs. Filters depend on the tokens alone, except for the caps on norms.
 
-Rows are shuffled within a part, by sorting numbers that are drawn from the seed and the part. A resumed harvest, or one
+Rows are shuffled within a part, by sorting random numbers drawn from the seed and the part. A resumed harvest, or one
 on another machine, puts every row at the same place.
 
 `ReadingOrder` is an exact shuffle of all rows that reads every part sequentially. Each part is shuffled when it is
@@ -12,7 +12,7 @@ equally likely. Every order of all rows is then equally likely, and nothing is r
 block by block: the number of rows from each part is drawn as from an urn of all remaining rows (multivariate
 hypergeometric), and the block is shuffled. So any place is found without shuffling the blocks before it.
 
-`Recipe` lists everything that a data set is made from; its hash names the data set's folder.
+`Recipe` lists everything that determines a data set; its hash names the data set's folder.
 
 N tokens, or rows of all parts · R rows of a part · K parts · B blocks · a document's prompts are consecutive
 """
@@ -48,7 +48,7 @@ SUFFIXES = {".txt": "text", ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".p
 def documents_of(
     data: Any, column: str | None = None, keep: Sequence[str] = (), kept: list[tuple[Any, ...]] | None = None
 ) -> Iterator[Document]:
-    """The documents of `data`, in order.
+    """Yield the documents of `data`, in order.
 
     data: a list (or any iterable) of texts or lists of token ids; a file of text (one document
         per line, blank lines are skipped), JSON lines or Parquet, by its suffix; a folder that `datasets` saved; or a
@@ -107,7 +107,7 @@ def _of_file(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
 
 
 def _of_lines(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
-    """A document per line: its text, or a field of its JSON. Blank lines are skipped."""
+    """Yield a document per line: its text, or a field of its JSON. Blank lines are skipped."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if column is None and line.strip():
@@ -131,7 +131,7 @@ def _of_parquet(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
 
 
 def _of_columns(data: Any, column: str | None, keep: Sequence[str], where: str, known: list[str] | None) -> Fields:
-    """Documents in a column. `known` is None for a streamed data set with unknown columns."""
+    """Yield the documents in a column. `known` is None for a streamed data set with unknown columns."""
     names = [column or "text", *keep] if known is None else _columns(column, keep, known, where)
     return ([row[name] for name in names] for row in data)
 
@@ -192,9 +192,9 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
     positions: keep positions of the document in any of these half-open windows, given like Python slices: (4, None),
         (-8, None); all if empty
     only_tokens, not_tokens: keep only these token ids, if any; drop these
-    norm_cap: keep L2 norms up to this at every site, of whole rows: before they are projected or summed
-    norm_times_median: keep norms up to this multiple of the median of the row's shard, at every site; with sums, of the
-        median of the document's kept rows
+    norm_cap: keep rows with an L2 norm up to this at every site, before they are projected or summed
+    norm_times_median: keep rows with a norm up to this multiple of their shard's median, at every site; with sums, of
+        the median over the document's kept rows
     """
 
     no_bos: bool = field(converter=as_flag, default=False)
@@ -216,8 +216,8 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         return self.norm_cap is not None or self.norm_times_median is not None
 
     def kept(self, tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-        """A mask of the rows kept by the filters on tokens, bool [N]. Document i has the tokens from `starts[i]` to
-        `starts[i + 1]`."""
+        """Return a mask of the rows kept by the filters on tokens, bool [N]. Document i has the tokens from `starts[i]`
+        to `starts[i + 1]`."""
         kept = np.ones(len(tokens), bool)
         if self.no_bos or self.no_special:
             special = np.isin(tokens, special_ids(tokenizer, np.unique(tokens)))
@@ -233,7 +233,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         return kept
 
     def _in_windows(self, starts: np.ndarray) -> np.ndarray:
-        """A mask of the tokens whose position is in a window."""
+        """Return a mask of the tokens whose position is in a window."""
         lengths = np.diff(starts)
         length = np.repeat(lengths, lengths)
         position = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -246,7 +246,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         return inside
 
     def passing(self, norms: np.ndarray) -> np.ndarray:
-        """A mask of a shard's rows within the caps, bool [n], by their norms at one site [n]."""
+        """Return a mask of a shard's rows within the caps, bool [n], given their norms at one site [n]."""
         passing = np.ones(len(norms), bool)
         if self.norm_cap is not None:
             passing &= norms <= self.norm_cap
@@ -257,7 +257,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
 
 
 def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """The special tokens among these ids: they have text, but decode to nothing when special tokens are skipped."""
+    """Return the special tokens among `ids`: they have text, but decode to nothing if special tokens are skipped."""
     if isinstance(tokenizer, NoTokenizer):
         raise ProgramError("special tokens are unknown without a tokenizer: use not_tokens=", "filters")
     texts = tokenizer.token_strings(ids.tolist())
@@ -265,8 +265,8 @@ def special_ids(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
 
 
 def drawn(count: int, *key: int) -> np.ndarray:
-    """Random 64-bit numbers [count] of a key. NumPy keeps the raw numbers of PCG64 the same in all versions, unlike
-    those of `Generator`."""
+    """Return random 64-bit numbers [count] seeded by a key. PCG64's raw output is the same in all NumPy versions,
+    unlike `Generator`'s."""
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
@@ -274,12 +274,12 @@ _PARTS, _SHUFFLE = 1, 2  # separate the random numbers of a seed
 
 
 def parts_of(documents: int, seed: int, parts: int) -> np.ndarray:
-    """The part of every document, [documents]."""
+    """Return every document's part, [documents]."""
     return (drawn(documents, _PARTS, seed) % np.uint64(parts)).astype(np.int64)
 
 
 def shuffled(rows: int, seed: int, part: int) -> np.ndarray:
-    """The row at each place of a part, [R]."""
+    """Return the row at each place of a part, [R]."""
     return np.argsort(drawn(rows, _SHUFFLE, seed, part), kind="stable")
 
 
@@ -292,14 +292,14 @@ Columns = Callable[[int], Mapping[str, np.ndarray]]
 
 
 class ReadingOrder:
-    """The order of reading the rows of shards, by number.
+    """The reading order of the rows in shards, by row number.
 
-    rows: of every shard; parts: the part of each shard, ascending
+    rows: number of rows per shard; parts: the part of each shard, ascending
     """
 
     def __init__(self, rows: Sequence[int], parts: Sequence[int], seed: int) -> None:
         self._seed = seed
-        self._ends = np.append(0, np.cumsum(rows)).astype(np.int64)  # of shards, in stored rows
+        self._ends = np.append(0, np.cumsum(rows)).astype(np.int64)  # where each shard ends, in stored rows
         numbers = np.unique(np.asarray(parts, np.int64))
         of_part = [self._ends[np.searchsorted(parts, part)] for part in numbers]
         self._first = np.array([*of_part, self._ends[-1]])  # the first stored row of each part, and the end
@@ -314,7 +314,7 @@ class ReadingOrder:
 
     @property
     def most_open(self) -> int:
-        """The number of shards open at a time: one of each part, and some more."""
+        """The number of shards open at a time: one per part, and a few more."""
         return len(self._first) - 1 + MORE_SHARDS
 
     @functools.cached_property
@@ -334,7 +334,7 @@ class ReadingOrder:
         return np.array(before)
 
     def block(self, number: int) -> np.ndarray:
-        """The stored row at each place of a block, int64 [n]."""
+        """Return the stored row at each place of a block, int64 [n]."""
         if self.is_stored:
             return np.arange(number * BLOCK, min((number + 1) * BLOCK, len(self)))
         counts = self._before[number + 1] - self._before[number]
@@ -347,11 +347,11 @@ class ReadingOrder:
         return rows
 
     def stored(self) -> np.ndarray:
-        """The stored row at each place, int64 [N]."""
+        """Return the stored row at each place, int64 [N]."""
         return np.concatenate([np.zeros(0, np.int64), *map(self.block, range(-(-len(self) // BLOCK)))])
 
     def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
-        """The shard of the row at a place, and its number in the shard. `block`: `self.block`, with a cache."""
+        """Return the shard of the row at a place, and its index there. `block`: `self.block`, with a cache."""
         row = int(block(number // BLOCK)[number % BLOCK])
         shard = int(np.searchsorted(self._ends, row, side="right")) - 1
         return shard, row - int(self._ends[shard])
@@ -359,7 +359,7 @@ class ReadingOrder:
     def read(
         self, columns: Columns, begin: int = 0, end: int | None = None, most: int = BLOCK
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Rows at places `begin` to `end` in order, at most `most` at a time, by column."""
+        """Yield the rows at places `begin` to `end` in order, at most `most` at a time, by column."""
         end = len(self) if end is None else end
         opened = functools.lru_cache(self.most_open)(columns)
         for number in range(begin // BLOCK, -(-end // BLOCK)):
@@ -395,9 +395,9 @@ class StoredSite(msgspec.Struct, frozen=True):
     """A site of the data set.
 
     name: such as "resid_post[3]"
-    width: of a stored row
+    width: width of a stored row
     captured: width of a captured row
-    projection: the hash of the matrix between them, "" without one
+    projection: hash of the projection matrix, "" without one
     """
 
     name: str
@@ -407,16 +407,16 @@ class StoredSite(msgspec.Struct, frozen=True):
 
     @property
     def file(self) -> str:
-        """The name of its file in a shard."""
+        """The file's name in a shard."""
         words = self.name.replace("]", "").replace("[", ".").replace(", ", ".").replace(":", "-")
         return f"{words}.safetensors"
 
 
 class StoredFeatures(msgspec.Struct, frozen=True):
-    """Features of an attached SAE: the `top` largest of each row, or those of `ids`.
+    """Features of an attached SAE: the `top` largest of each row, or the features `ids`.
 
-    name: of the SAE · sae, at, precision: a hash of its numbers, the site that it reads, and the dtype of its matrices
-    count: the number of its features
+    name: the SAE's name · sae, at, precision: a hash of its weights, the site that it reads, and its matrices' dtype
+    count: the SAE's number of features
     """
 
     name: str
@@ -429,7 +429,7 @@ class StoredFeatures(msgspec.Struct, frozen=True):
 
     @property
     def file(self) -> str:
-        """The name of its file in a shard."""
+        """The file's name in a shard."""
         return f"features.{self.name}.parquet"
 
     @property
@@ -447,9 +447,9 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: hub id, or the last name of a folder · weights: hash of a folder's files (`study.model_identity`); "" for a
     hub id · engine, settings: the engine with its version, and its settings · documents: hash of all tokens, and of the
-    starts of documents and prompts · sites · dtype: of the stored rows · sums: True if a row is the sum over a
+    starts of documents and prompts · sites · dtype: the stored rows' dtype · sums: True if a row is the sum over a
     document · filters · seed · parts · shard_rows · columns: hash of the documents' kept columns, "" without any ·
-    features: of attached SAEs
+    features: stored SAE features
     """
 
     model: str
@@ -471,12 +471,12 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def norms(self) -> StoredSite | None:
-        """The norms of whole rows, float32, one number per site, if the filters have norm caps. With sums they are 0
-        for a document with rows within the caps, otherwise NaN. Their files are not part of the data set."""
+        """The norms of whole rows, float32, one per site, if the filters have norm caps. With sums they are 0 for a
+        document with rows within the caps, otherwise NaN. Their files are not part of the data set."""
         return StoredSite("norms", len(self.sites), len(self.sites)) if self.filters.caps_norms else None
 
     def dtype_of(self, site: StoredSite) -> str:
-        """The dtype of a site's file, or of that of features or norms."""
+        """Return the dtype of a file: a site's, the features' or the norms'."""
         return self.dtype if site in self.sites else "float32"
 
     @property
@@ -502,7 +502,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`harvest.json`: the recipe, and the sizes of the complete data set.
 
-    documents, tokens, cut_tokens: of the data set · part_rows: rows of each part, before caps on norms
+    documents, tokens, cut_tokens: numbers in the data set · part_rows: rows per part, before norm caps
     """
 
     recipe: Recipe
@@ -517,7 +517,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [name for part in range(len(self.part_rows)) for name in self.shards_of(part)]
 
     def shards_of(self, part: int) -> list[str]:
-        """The names of a part's shards, in order."""
+        """Return the names of a part's shards, in order."""
         return [shard_name(part, shard) for shard in range(-(-self.part_rows[part] // self.recipe.shard_rows))]
 
 
@@ -526,7 +526,7 @@ def shard_name(part: int, shard: int) -> str:
 
 
 def part_of(name: str) -> int:
-    """The part of a shard, from its name."""
+    """Return a shard's part, from its name."""
     return int(name.split("-")[1])
 
 
@@ -557,11 +557,11 @@ class TokenizedDocuments(msgspec.Struct, frozen=True, eq=False):
         return digest.hexdigest()
 
     def document_of(self, tokens: np.ndarray) -> np.ndarray:
-        """The document [n] of tokens, by their place in `ids` [n]."""
+        """Return the document [n] of each token, given its place in `ids` [n]."""
         return np.searchsorted(self.documents, tokens, side="right") - 1
 
     def prompt(self, number: int) -> list[int]:
-        """The token ids of one prompt."""
+        """Return the token ids of one prompt."""
         return self.ids[self.prompts[number] : self.prompts[number + 1]].tolist()
 
 
@@ -610,9 +610,9 @@ def _ids(lm: LM, document: Document, number: int) -> np.ndarray:
 class HarvestPart(msgspec.Struct, frozen=True, eq=False):
     """A part: documents that are shuffled together (all, unless a harvest has several parts).
 
-    number: of the part
+    number: the part's number
     prompts: the prompts with rows, ascending, int64 [prompts]
-    first: the number of each one's first row, and the end, int64 [prompts + 1]
+    first: index of each prompt's first row, and the end, int64 [prompts + 1]
     places: the place of each row, int64 [R]
     tokens: the token of the row at each place, by its place in the documents' ids, int64 [R]; for a document's sum, its
         first
@@ -649,7 +649,7 @@ class HarvestPlan(msgspec.Struct, frozen=True, eq=False):
         return tuple(int(rows[parts == part].sum()) for part in range(self.parts))
 
     def part(self, number: int) -> HarvestPart:
-        """The documents of one part and their rows."""
+        """Return the documents of one part and their rows."""
         documents = len(self.tokens.documents) - 1
         here = np.repeat(parts_of(documents, self.seed, self.parts) == number, np.diff(self.tokens.documents))
         rows = np.flatnonzero(self.kept & here)
@@ -663,7 +663,7 @@ class HarvestPlan(msgspec.Struct, frozen=True, eq=False):
         return HarvestPart(number, prompts, np.append(first[prompts], len(rows)), places, rows[row_at])
 
     def tokens_to_run(self, parts: Sequence[int]) -> int:
-        """The number of tokens in the prompts of these parts that have rows."""
+        """Return the number of tokens in the prompts of these parts that have rows."""
         rows = np.diff(np.append(0, np.cumsum(self.kept))[self.tokens.prompts])
         of_document = parts_of(len(self.tokens.documents) - 1, self.seed, self.parts)
         of_prompt = of_document[self.tokens.document_of(self.tokens.prompts[:-1])]
@@ -671,9 +671,9 @@ class HarvestPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def parts_for(rows: int, row_bytes: int, machines: int) -> int:
-    """The default number of parts of a data set, equal for all machines. Each part is synced and sealed while the next
-    one is computed, and fits the page cache, so that it is written sequentially. A machine makes a single part if there
-    are more rows than readers interleave."""
+    """Return the default number of parts of a data set, equal for all machines. Each part is synced and sealed while
+    the next one is computed, and fits the page cache, so that it is written sequentially. A machine makes a single part
+    if there are more rows than readers interleave."""
     size = rows * row_bytes
     part = min(max(size // PARTS, LEAST_PART_BYTES), MOST_PART_BYTES)
     several = -(-size // part) if rows < MOST_ROWS else 1
@@ -684,7 +684,7 @@ def make_plan(
     lm: LM, documents: Iterable[Document], filters: Filters, context: int | None, overlong: str,
     sums: bool, seed: int, parts: Callable[[int], int],
 ) -> HarvestPlan:  # fmt: skip
-    """Tokenise the documents and apply the filters. `parts`: their number, a function of the number of rows."""
+    """Tokenise the documents and apply the filters. `parts`: returns the number of parts for a number of rows."""
     if sums and overlong == "split":
         raise ProgramError("'split' is not supported with sums: use overlong='cut'", "overlong")
     tokens = read_tokens(lm, documents, context, overlong)

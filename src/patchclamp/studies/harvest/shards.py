@@ -4,12 +4,12 @@ A site's rows in a shard are a safetensors file of full size from the beginning,
 map. The data begin at 4,096 bytes, so that rows of whole pages are aligned with the pages of the file. Statistics are
 summed in a fixed order, so that the same rows give the same bytes.
 
-An unfinished part has a journal of the prompts whose rows are on disk; a resumed harvest skips them. A record has the
-numbers of the prompts of one checkpoint, and is appended after their rows are synced. Sealing a complete shard adds its
-index and statistics, and gives it its final name.
+An unfinished part has a journal of the prompts whose rows are on disk; a resumed harvest skips them. A record lists one
+checkpoint's prompts, and is appended after their rows are synced. Sealing a complete shard adds its index and
+statistics, and gives it its final name.
 
-`HarvestWriter` runs the threads. One thread calls it, part after part, and only that thread waits for room, so a slow
-disk throttles the engine, and an error on any thread is raised there.
+`HarvestWriter` runs the threads. One thread calls it, part after part. Only that thread waits for room, so a slow disk
+throttles the engine. An error on any thread is raised on the calling thread.
 
 n rows · D width
 """
@@ -48,7 +48,7 @@ COPIED_BYTES = 1 << 24
 
 
 def shard_header(recipe: Recipe, part: int, shard: int, site: StoredSite, rows: int) -> bytes:
-    """The first `DATA_OFFSET` bytes of a site's file in a shard."""
+    """Return the first `DATA_OFFSET` bytes of a site's file in a shard."""
     metadata = {"harvest": recipe.name, "format": str(recipe.format), "shard": shard_name(part, shard)}
     try:
         return write_header({site.name: (recipe.dtype_of(site), (rows, site.width))}, metadata, DATA_OFFSET)
@@ -57,9 +57,9 @@ def shard_header(recipe: Recipe, part: int, shard: int, site: StoredSite, rows: 
 
 
 def create_rows(path: Path, header: bytes, dtype: str, rows: int, width: int) -> np.ndarray:
-    """Create or open a file to be filled. Returns its memory-mapped rows, [rows, width] in the stored dtype.
+    """Create or open a file to fill, and return its memory-mapped rows, [rows, width] in the stored dtype.
 
-    Raises: `CapacityError` if the disk has no room. It is reserved here, because a write through a map cannot report a
+    Raises: `CapacityError` if the disk has no room. Space is reserved, because a write through a map cannot report a
     full disk.
     """
     size = len(header) + rows * width * ARRAYS[dtype].itemsize
@@ -88,7 +88,7 @@ class RowsFile(NamedTuple):
 
     @classmethod
     def open(cls, path: Path) -> RowsFile:
-        """Raises: `ProgramError` for another file, `CapacityError` if too many files are open."""
+        """Open a file. Raises `ProgramError` for another kind of file, `CapacityError` if too many files are open."""
         try:
             header = read_header(path)
             (tensor,) = header.tensors.values()
@@ -98,7 +98,7 @@ class RowsFile(NamedTuple):
             raise _unreadable(path, error) from None
 
     def mapped(self) -> np.ndarray:
-        """Its rows, as a memory map."""
+        """Return the rows as a memory map."""
         try:
             with self.path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -107,8 +107,8 @@ class RowsFile(NamedTuple):
             raise _unreadable(self.path, error) from None
 
     def blocks(self, size: int) -> Iterator[np.ndarray]:
-        """Its rows, `size` at a time. A memory map would take several times as long, because the pages of a file that
-        was written in random order are mapped one by one."""
+        """Yield the rows, `size` at a time. A memory map would take several times as long, because the pages of a file
+        written in random order are mapped one by one."""
         rows, width = self.shape
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
@@ -131,9 +131,9 @@ def _unreadable(path: Path, error: Exception) -> PatchclampError:
 class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
     """Statistics of the rows of one site.
 
-    rows: their number
-    mean, variance: of each number of a row (population variance), float64 [D]
-    norm_mean, norm_rms, norm_min, norm_max: of the rows' L2 norms; NaN without rows
+    rows: number of rows
+    mean, variance: per column (population variance), float64 [D]
+    norm_mean, norm_rms, norm_min, norm_max: statistics of the rows' L2 norms; NaN without rows
     """
 
     rows: int
@@ -146,7 +146,7 @@ class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def joined(cls, parts: Iterable[SiteStatistics]) -> SiteStatistics:
-        """The statistics of all rows, from those of parts; the order affects the last bits."""
+        """Merge the statistics of `parts`; their order affects the last bits."""
         parts = list(parts)
         some = [part for part in parts if part.rows]
         if not some:
@@ -165,10 +165,10 @@ class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
 
 @np.errstate(all="ignore")  # rows that are not finite have statistics that are not finite
 def statistics_of(file: RowsFile) -> SiteStatistics:
-    """The statistics of a file's rows.
+    """Return the statistics of a file's rows.
 
-    Sums are of the rows minus the mean of the first rows (Chan, Golub and LeVeque 1983, section 3), in fp32 over a
-    block and in float64 over blocks.
+    Sums are over rows minus the first rows' mean (Chan, Golub and LeVeque 1983, section 3), in fp32 over a block and in
+    float64 over blocks.
     """
     count, width = file.shape
     if not count:
@@ -192,7 +192,7 @@ def statistics_of(file: RowsFile) -> SiteStatistics:
 
 
 def encode_statistics(sites: dict[str, SiteStatistics]) -> bytes:
-    """`statistics.json`, by site; non-finite numbers are null."""
+    """Encode `statistics.json`, by site; non-finite numbers are null."""
     return msgspec.json.encode(sites, enc_hook=lambda array: array.tolist())
 
 
@@ -212,9 +212,9 @@ def decode_statistics(content: bytes) -> dict[str, SiteStatistics]:
 
 
 class HarvestBatch(NamedTuple):
-    """The rows of some prompts.
+    """A batch of prompts and their rows.
 
-    prompts: their numbers in the part
+    prompts: their indices in the part
     rows: yields, for each of `Recipe.written`, the rows of each prompt, [n, width] in the stored dtype; consumed
         on the writing thread
     """
@@ -226,7 +226,7 @@ class HarvestBatch(NamedTuple):
 class OpenPart(ABC):
     """A part that is being filled: on disk (`PartWriter`), or in memory (`stream.StreamedPart`).
 
-    left: the prompts still to run, by their numbers in the part
+    left: indices in the part of the prompts still to run
     """
 
     part: HarvestPart
@@ -247,7 +247,7 @@ class OpenPart(ABC):
 
     @abstractmethod
     def checkpoint(self, writes: Writes, pool: ThreadPoolExecutor) -> None:
-        """Wait for some writes."""
+        """Wait for `writes`."""
 
     @abstractmethod
     def seal(self, pool: ThreadPoolExecutor) -> None:
@@ -258,7 +258,7 @@ class OpenPart(ABC):
         """Stop filling the part."""
 
     def rows_of(self, prompts: list[int]) -> int:
-        """The number of rows of some prompts."""
+        """Return the number of rows of `prompts`."""
         return int((self.part.first[np.array(prompts) + 1] - self.part.first[prompts]).sum())
 
     def write(self, batch: HarvestBatch) -> None:
@@ -273,7 +273,7 @@ class OpenPart(ABC):
                         self._rows[site.name, shard][places] = block[rows]
 
     def _pieces(self, prompt: int) -> list[tuple[int, np.ndarray | slice, np.ndarray]]:
-        """Each shard with rows of a prompt: its number, those rows, and their places in it."""
+        """Return each shard with rows of a prompt: its number, the rows, and their places in the shard."""
         first, end = self.part.first[prompt : prompt + 2]
         shards, places = np.divmod(self.part.places[first:end], self._recipe.shard_rows)
         pieces = []
@@ -303,7 +303,7 @@ class PartWriter(OpenPart):
         self.left = np.flatnonzero(~finished)
 
     def _path(self, site: StoredSite, shard: int) -> Path:
-        """The file of a site in a shard that is being filled. Features and norms are outside the shard's folder."""
+        """Return a site's file in a shard being filled. Features and norms are outside the shard's folder."""
         if site not in self._recipe.sites:
             return self._folder / f"{site.name}-{shard:05d}.safetensors"
         return self._folder / f"shard-{shard:05d}" / site.file
@@ -314,7 +314,7 @@ class PartWriter(OpenPart):
         return self._journal.is_open
 
     def open(self) -> None:
-        """Create or open the files of its shards."""
+        """Create or open the shards' files."""
         for site in self._recipe.written:
             for shard in self._shards:
                 path = self._paths[site.name, shard]
@@ -327,7 +327,7 @@ class PartWriter(OpenPart):
             sync(folder)
 
     def checkpoint(self, writes: Writes, pool: ThreadPoolExecutor) -> None:
-        """Wait for some writes and sync them to disk, then add their prompts to the journal."""
+        """Wait for `writes` and sync them to disk, then add their prompts to the journal."""
         for write, _ in writes:
             write.result()
         if writes:
@@ -335,7 +335,7 @@ class PartWriter(OpenPart):
             self._journal.append([[prompt for _, prompts in writes for prompt in prompts]])
 
     def seal(self, pool: ThreadPoolExecutor) -> None:
-        """Give all shards, whose rows are on disk, their final names, and remove the folder."""
+        """Complete all shards, give them their final names, and remove the folder. All rows must be on disk."""
         self._rows.clear()
         passing = {shard: self._within_caps(shard) for shard in self._shards}
         sites = {(shard, site.name): pool.submit(self._finish, site, shard, passing[shard])
@@ -359,14 +359,14 @@ class PartWriter(OpenPart):
         sync(self._folder.parent)
 
     def _within_caps(self, shard: int) -> np.ndarray | slice:
-        """A mask of a shard's rows within the caps on norms at every site, bool [n]."""
+        """Return a mask of a shard's rows within the caps on norms at every site, bool [n]."""
         if self._recipe.norms is None:
             return slice(None)
         return within_caps(self._recipe, RowsFile.open(self._paths[self._recipe.norms.name, shard]).mapped())
 
     def _finish(self, site: StoredSite, shard: int, passing: np.ndarray | slice) -> SiteStatistics:
-        """Remove the rows above the caps from a site's file. Returns the statistics of the others. It may be
-        interrupted and repeated: the file has all rows or only those within the caps."""
+        """Remove the rows above the caps from a site's file, and return the statistics of the rest. It may be
+        interrupted and repeated: the file has all rows or only the rows within the caps."""
         file = RowsFile.open(self._paths[site.name, shard])
         if isinstance(passing, np.ndarray) and not passing.all() and file.shape[0] == len(passing):
             beside = file.path.with_suffix(".new")
@@ -382,13 +382,13 @@ class PartWriter(OpenPart):
         return statistics_of(file)
 
     def close(self) -> None:
-        """Close its files; the next harvest repeats what is not in the journal."""
+        """Close the files; the next harvest repeats prompts that are not in the journal."""
         self._rows.clear()
         self._journal.close()
 
 
 def within_caps(recipe: Recipe, norms: np.ndarray) -> np.ndarray:
-    """A mask of a shard's rows within the caps on norms at every site, bool [n], by their norms [n, sites]."""
+    """Return a mask of a shard's rows within the norm caps at every site, bool [n], given norms [n, sites]."""
     if recipe.sums:
         return np.asarray(np.isfinite(norms).all(axis=1))
     return np.asarray(np.stack([recipe.filters.passing(of_site) for of_site in norms.T]).all(axis=0))
@@ -399,12 +399,12 @@ Writes = list[tuple["Future[None]", list[int]]]
 
 
 def open_folder(folder: Path, part: int) -> Path:
-    """The folder of a part that is being filled."""
+    """Return the folder of a part being filled."""
     return folder / f"part-{part:04d}.open"
 
 
 def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> Any:
-    """A `pyarrow.Table` with each row's document, position in it and token id; a sum has only the document."""
+    """Return a `pyarrow.Table` with each row's document, position in it and token id; a sum has only the document."""
     arrow = needed("pyarrow")
     document = documents.document_of(rows)
     nowhere = np.full(len(rows), sums)
@@ -416,8 +416,8 @@ def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> Any
 
 
 def features_of(documents: TokenizedDocuments, rows: np.ndarray, found: np.ndarray) -> bytes:
-    """A Parquet file with the active features of rows, `found` [n, 2k] as in `StoredFeatures.filling`: each row's
-    document, position and token id with a feature and its value. Rows are in the order of the documents."""
+    """Encode the rows' active features as Parquet. `found` [n, 2k] is as in `StoredFeatures.filling`. Each record has
+    document, position, token id, feature and value, in document order."""
     order = np.argsort(rows)
     ids, values = np.hsplit(found[order], 2)
     row, rank = np.nonzero(values)
@@ -441,7 +441,7 @@ READING = "read fewer sites at a time, or part after part (interleave=False)"
 
 
 def allow_files(count: int, advice: str) -> None:
-    """Raise this process's limit of open files for `count` files and some spare ones. A memory map keeps its file open.
+    """Raise this process's limit of open files for `count` files plus a margin. A memory map keeps its file open.
 
     Raises: `CapacityError` if the system does not allow it.
     """
@@ -470,16 +470,16 @@ OPEN_PARTS = 3  # one is being filled, the others are being synced and sealed
 
 
 class HarvestWriter:
-    """Writes batches of one part after another. Its methods are called by one thread."""
+    """Writes batches, one part after another. Its methods must be called from one thread."""
 
     def __init__(self, row_bytes: int, checkpoint_bytes: int) -> None:
         self._row_bytes, self._checkpoint_bytes = row_bytes, checkpoint_bytes
         self._writers, self._files = _threads("write", WRITERS), _threads("files", SYNCERS)
         self._checkpoints, self._sealers = _threads("checkpoint", 1), _threads("seal", OPEN_PARTS - 1)
-        self._part: OpenPart | None = None  # which is being filled
-        self._left = 0  # its prompts that have not been put
+        self._part: OpenPart | None = None  # the part being filled
+        self._left = 0  # its prompts not yet queued
         self._writing: collections.deque[Future[None]] = collections.deque()
-        self._unlisted: Writes = []  # of the part, since its last checkpoint
+        self._unlisted: Writes = []  # the part's, since its last checkpoint
         self._unlisted_bytes, self._listed_at = 0, 0.0
         self._checkpoint = _done()  # the last one of the part
         self._sealing: collections.deque[Future[None]] = collections.deque()
@@ -531,7 +531,7 @@ class HarvestWriter:
             future.result()
 
     def stop(self) -> None:
-        """Block until no thread is running. Lists what was written."""
+        """Block until no thread is running, and add what was written to the journal."""
         self._writers.shutdown()
         self._checkpoints.shutdown()
         # after a failed sync the state on disk is unknown: the system reports a lost page only once

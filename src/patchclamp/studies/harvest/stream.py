@@ -1,7 +1,7 @@
 """`HarvestStream`: the rows of a harvest for a trainer, computed while they are read, without writing to disk.
 
-A thread runs the documents and fills a part in memory while the part before it is read. Room for a third one is made
-only when the first has been read, so the engine waits for a slow reader. Rows have the same places as on disk.
+A thread runs the documents and fills a part in memory while the part before it is read. A third part starts only when
+the first has been read, so the engine waits for a slow reader. Rows have the same places as on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Columns = dict[str, np.ndarray]
 
 
 class FilledPart(NamedTuple):
-    """The token index of the row at each place, and the rows of each of `Recipe.written` by name."""
+    """The row at each place: its token's index, and its values by name, for each of `Recipe.written`."""
 
     tokens: np.ndarray
     rows: Columns
@@ -38,7 +38,7 @@ class FilledPart(NamedTuple):
 class StreamedPart(OpenPart):
     """Fills a part in memory.
 
-    room: blocks until there is room for it, and returns arrays of a part that has been read · filled: receives it
+    room: blocks until there is room, and returns a read part's arrays for reuse · filled: receives the filled part
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class StreamedPart(OpenPart):
 
 class HarvestStream(IterableDataset[Values]):
     """The rows of `Harvest.stream`, in batches of `batch_rows`: tensors [n, width] in the harvest's dtype, or dicts by
-    site if there are several, or with `index`.
+    site for several sites or with `index`.
 
-    widths: of a row, by site · rows: their number, before caps on norms
-    config: its harvest, sites and batches as plain data, for the records of a trainer
+    widths: row widths, by site · rows: number of rows, before norm caps
+    config: harvest, sites and batch size as plain data, for a trainer's records
 
     Raises: the error of any run, and `ProgramError` in a `DataLoader` with workers, which have no engine.
     """
@@ -102,7 +102,7 @@ class HarvestStream(IterableDataset[Values]):
         self, plan: HarvestPlan, manifest: Manifest, numbers: list[int],
         run: Callable[[Iterable[OpenPart], Future[None]], None], batch_rows: int, index: bool, kept: Any,
     ) -> None:  # fmt: skip
-        """numbers: of the parts to read · run: fills parts until `stopped` is set · kept: columns of documents"""
+        """numbers: parts to read · run: fills parts until `stopped` is set · kept: the documents' kept columns"""
         self._plan, self._recipe, self._numbers, self._run = plan, manifest.recipe, numbers, run
         self._index, self._kept = index, kept
         self.widths = {site.name: site.width for site in self._recipe.sites}
@@ -154,8 +154,8 @@ class HarvestStream(IterableDataset[Values]):
     def _pieces(
         self, filled: collections.deque[Future[FilledPart]], room: Semaphore, free: collections.deque[Columns]
     ) -> Iterator[Columns]:
-        """Rows in order, cut where batches end, for `chunks`, which copies them. It holds the last ones of a part until
-        there are more: these are copies already, because the part is filled again."""
+        """Yield rows in order, cut at batch ends, for `chunks`, which copies them. A part's last rows are copied here,
+        because `chunks` holds them while the part's arrays are refilled."""
         held = 0
         while filled:
             while not wait([filled[0]], timeout=LOOK_EVERY_S).done:  # in short steps, as in `run_batches`
@@ -173,7 +173,7 @@ class HarvestStream(IterableDataset[Values]):
             room.release()
 
     def _passing(self, part: FilledPart) -> np.ndarray:
-        """The places of the rows within the caps on norms."""
+        """Return the places of the rows within the norm caps."""
         if self._recipe.norms is None:
             return np.arange(len(part.tokens))
         norms, size = part.rows[self._recipe.norms.name], self._recipe.shard_rows
@@ -181,7 +181,7 @@ class HarvestStream(IterableDataset[Values]):
         return np.flatnonzero(np.concatenate([within_caps(self._recipe, of_shard) for of_shard in shards]))
 
     def _indexed(self, tokens: np.ndarray) -> Columns:
-        """The index columns of these rows; empty unless `index` is set."""
+        """Return the rows' index columns; empty unless `index` is set."""
         if not self._index:
             return {}
         index = with_kept(index_of(self._plan.tokens, tokens, self._recipe.sums), self._kept)

@@ -22,7 +22,7 @@ Values = torch.Tensor | dict[str, Any]
 
 
 class HarvestRows(Dataset[Values]):
-    """Row i of a data set as a tensor [D], or a dict by site if there are several, or with `index`.
+    """A data set whose item i is row i: a tensor [D], or a dict by site for several sites or with `index`.
 
     Rows were shuffled when they were written, and parts are interleaved (`order`), so reading them in order is fast and
     already random.
@@ -66,8 +66,8 @@ class HarvestRows(Dataset[Values]):
 
 
 class HarvestBatches(IterableDataset[Values]):
-    """All rows in order, `size` at a time [size, D], or a dict by site if there are several, or with `index`; the last
-    batch may be shorter.
+    """All rows in order, in tensors [size, D], or dicts by site for several sites or with `index`; the last batch may
+    be shorter.
 
     With several workers of a `DataLoader` (with `batch_size=None`), each reads its own range. `repeat` starts again
     after the last row, without end.
@@ -91,7 +91,7 @@ class HarvestBatches(IterableDataset[Values]):
         return self._read(begin, end)
 
     def _pieces(self, begin: int, end: int) -> Iterator[dict[str, np.ndarray]]:
-        """Rows in order, at most `size` at a time."""
+        """Yield rows in order, at most `size` at a time."""
         columns = (self.data.columns_with_index if self.index else self.data.columns)(self.sites)
         while begin < end:
             yield from self.data.order.read(columns, begin, end, self.size)
@@ -104,7 +104,7 @@ class HarvestBatches(IterableDataset[Values]):
 
 
 def chunks(pieces: Iterator[dict[str, np.ndarray]], size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Columns of exactly `size` rows, joined across the ends of pieces; the last may be shorter."""
+    """Rechunk to exactly `size` rows across piece boundaries; the last chunk may be shorter."""
     held: list[dict[str, np.ndarray]] = []
     count = 0
     for piece in pieces:
@@ -126,13 +126,13 @@ def _joined(held: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
-    """Rows as a tensor in the stored dtype."""
+    """Return rows as a tensor in the stored dtype."""
     values = torch.from_numpy(rows)
     return values.view(torch.bfloat16) if dtype == "bfloat16" else values
 
 
 def as_values(batch: dict[str, np.ndarray], sites: list[str], dtype: str) -> Values:
-    """Columns as tensors, those of objects as lists: a dict by name, or a single column alone."""
+    """Return columns as tensors (object columns as lists): a dict by name, or a single column alone."""
     values = {name: tensor(column, dtype) if name in sites
               else column.tolist() if column.dtype == object else torch.from_numpy(column.copy())
               for name, column in batch.items()}  # fmt: skip
@@ -140,7 +140,7 @@ def as_values(batch: dict[str, np.ndarray], sites: list[str], dtype: str) -> Val
 
 
 def to_datasets(data: Any, sites: list[str], size: int) -> Any:
-    """A `datasets.IterableDataset` of rows, with as many shards as the harvest."""
+    """Return a `datasets.IterableDataset` of rows, with as many shards as the harvest."""
     rows, shards, size = len(data.order), len(data.shards), check_whole(size, "size", 1)
     ends = [rows * i // shards for i in range(shards + 1)]
     given = {"data": data, "sites": tuple(sites), "places": list(itertools.pairwise(ends)), "size": size}
@@ -148,7 +148,7 @@ def to_datasets(data: Any, sites: list[str], size: int) -> Any:
 
 
 def _records(data: Any, sites: tuple[str, ...], places: list[tuple[int, int]], size: int) -> Iterator[dict[str, Any]]:
-    """Every row at some places as a dict. `datasets` distributes `places` over workers because it is a list."""
+    """Yield every row at `places` as a dict. `datasets` distributes `places` over workers because it is a list."""
     for begin, end in places:
         for piece in data.order.read(data.columns_with_index(sites), begin, end, size):
             index = {name: column.tolist() for name, column in piece.items() if name not in sites}
@@ -183,15 +183,15 @@ def to_saelens(data: Any, folder: str | Path, hook_name: str, context_size: int,
 
 
 def _blocks(data: Any, site: str, size: int, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Blocks of `size` rows in reading order."""
+    """Yield blocks of `size` rows in reading order."""
     for chunk in chunks(data.order.read(data.columns_with_index([site])), size):
         if len(chunk[site]) == size:
             yield dict(zip(names, (to_float32(chunk[site], data.dtype), chunk["token"].tolist()), strict=False))
 
 
 class ActivationBuffer:
-    """A site's rows as `trainSAE(data=…)` of dictionary_learning takes them, in place of its own buffer (checked with
-    version 0.1.0): each `next` is a batch [out_batch_size, D], float32 by default.
+    """A site's rows for dictionary_learning's `trainSAE(data=…)`, replacing its own buffer (checked with version
+    0.1.0): each `next` returns a batch [out_batch_size, D], float32 by default.
 
     Rows come in reading order, which is shuffled, and start again at the end unless `repeat` is off. Rows at the end
     that do not fill a batch come with the beginning of the next round; without `repeat` they are dropped.
