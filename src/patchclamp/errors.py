@@ -6,7 +6,7 @@
     │   ├── ShapeError      400  a vector shape that does not match the site or the selection
     │   └── TokensError     400  a selection or token ids that are invalid for this prompt
     ├── NoKey               401  no API key was given to a server that requires one
-    ├── Unlisted            403  a list that a server without API keys does not give
+    ├── Unlisted            403  a list that a server without API keys does not return
     ├── UnsupportedSite     422  a known site that this model, engine or position lacks
     ├── UnsupportedStudy    422  a study that a server or an engine does not run
     ├── MissingSource       404  a run or vector that does not exist

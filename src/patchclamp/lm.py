@@ -237,7 +237,7 @@ class LM:
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
     def _look_at(self, request: Request, program: Program) -> Callable[..., Run]:
-        """Return a function that makes a run from a partial answer, whose rows are read from a position on."""
+        """Return a function that makes a run from a partial answer, with rows starting at position `first`."""
         return lambda answer, first=0: Run(self, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def _watching(self, call: _Call) -> WatchedRuns | None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from patchclamp.engines.base import Model
 
-MAX_PREFETCH_BYTES = 1 << 20  # fetch all of a run's captures at the first read, up to this size
+MAX_PREFETCH_BYTES = 1 << 20  # fetch all of a run's captures on first read, up to this size
 VIEWED_BYTES = 1 << 17  # of one point: always a view at this size, on engines that have views
 MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
 LENS_ROWS = 1 << 13  # unembedded per engine call, so that requests' steps run between calls
@@ -164,7 +164,7 @@ class Run:
         return self._bound.ops if self._bound is not None else ()
 
     def _stored_op(self, number: int) -> BoundOp:
-        """Return the op that stores its rows under a number (`stored_op`)."""
+        """Return the op whose stored rows have this number (`stored_op`)."""
         return self._ops[number % PROBE]
 
     @property
@@ -175,7 +175,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        """The generated text, decoded at the first read."""
+        """The generated text, decoded on first read."""
         answer = self.answer
         if not isinstance(answer.text, str):
             answer.text = answer.text()
@@ -385,7 +385,7 @@ class Run:
 
     @functools.cached_property
     def _probe_ops(self) -> dict[str, int]:
-        """The number under which each probe's products are stored, by its name."""
+        """The op number of each probe's stored products, by probe name."""
         return {op.action.probe: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and op.action.probe}  # fmt: skip
 
@@ -410,7 +410,7 @@ class Run:
         return self.probe_layout(name)[1].tolist()
 
     def _probe_number(self, name: str) -> int:
-        """Return the number under which a probe's products are stored."""
+        """Return the op number of a probe's stored products."""
         self.answer  # noqa: B018  raises the run's own error
         if name not in self._probe_ops:
             raise unknown("probe", name, self._probe_ops)
@@ -525,31 +525,31 @@ class Run:
     @property
     def lens(self) -> Mapping[Site | str, LensResult]:
         """The likeliest tokens read by its lenses, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
-        `run.lens[pc.resid_post]`. If two lenses read a site, the later one counts; a path such as "edits[0]" selects
-        that lens. Results are computed at the first read; `lm.lens(runs)` reads many runs together."""
+        `run.lens[pc.resid_post]`. If two lenses read a site, the last wins; a path such as "edits[0]" selects
+        that lens. Results are computed on first read; `lm.lens(runs)` batches many runs."""
         return _Lenses(self)
 
     @functools.cached_property
     def _lens_ops(self) -> dict[str, int]:
-        """The number under which each lens' rows are stored, by its path."""
+        """The op number of each lens's stored rows, by path."""
         return {path: number for path, number in self._kept_for_reading.items() if isinstance(self.op_at(path), Lens)}
 
     @functools.cached_property
     def _feature_ops(self) -> dict[str, tuple[int, int]]:
-        """The point and the number of the rows of each `Features`, by its path."""
+        """The point of each `Features` and the op number of its stored rows, by path."""
         points, numbers = {op.path: op.points[0] for op in self._ops if op.points}, self._kept_for_reading
         return {path: (points[path], numbers[path]) for path, op in self.program.ops if isinstance(op, Features)}
 
     @functools.cached_property
     def _kept_for_reading(self) -> dict[str, int]:
-        """The number under which the rows of each lens, and of each `Features`, are stored, by its path."""
+        """The op number of the stored rows of each lens and `Features`, by path."""
         return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and (op.action.lens or op.action.reader)}  # fmt: skip
 
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
-        """The features that its program reads, by SAE name. If two ops read one SAE, the later counts; a path such as
-        "edits[0]" selects that op. Features are fetched at the first read; `lm.lens(runs)` reads many runs together."""
+        """The features that its program reads, by SAE name. If two ops read one SAE, the last wins; a path such as
+        "edits[0]" selects that op. Features are fetched on first read; `lm.lens(runs)` batches many runs."""
         return _FeaturesRead(self)
 
     @property

@@ -328,7 +328,7 @@ class Stream:
         return part
 
     def _last(self, part: Part, cut: Answer, before: int) -> Part:
-        """Return the last part of a run that a condition ended, from token `before` on."""
+        """Return the last part of a run that a condition ended, starting at token `before`."""
         assert not isinstance(cut.text, str)
         cut.text, sent = cut.text(), "".join(each.text for each in self._parts)
         if not cut.text.startswith(sent):

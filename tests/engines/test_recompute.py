@@ -246,7 +246,7 @@ def test_a_sweep_says_how_its_cells_were_computed_and_they_are_the_same(both):
     asked = {"clean": PROMPT, "corrupt": corrupt, "answer": 11, "foil": 12, "sites": [pc.resid_pre, pc.attn_out]}
     fast, plain = (pc.studies.patch_sweep(lm, **asked, metric="logit_diff", batch=64) for lm in both)
     assert np.abs(fast.values - plain.values).max() <= 1e-4 < np.abs(plain.values - plain.corrupt).max()
-    assert fast.computed.startswith("recomputed from the first edit on (")
+    assert fast.computed.startswith("recomputed from the first edit")
     assert plain.computed == 'computed whole: recompute="all"'
     assert fast.provenance == plain.provenance
     assert fast.noise_floor <= 1e-5

@@ -331,7 +331,7 @@ def test_a_record_that_changed_is_named(path, change):
         database.execute(f"UPDATE record SET {change} WHERE number = 3")
     database.close()
     data = path.read_bytes()
-    with pytest.raises(ProgramError, match=r"expected a journal.* got .*/j"):
+    with pytest.raises(ProgramError, match=r"compatible journal.* got .*/j"):
         known(path)
     assert path.read_bytes() == data
 
@@ -343,7 +343,7 @@ def test_a_file_that_is_cut_off_is_refused_and_kept(path, count, monkeypatch):
     data = path.read_bytes()
     for length in range(2, len(data), 333):  # one byte is an empty file to SQLite
         path.write_bytes(data[:length])
-        with pytest.raises(ProgramError, match=r"expected a journal.* got .*/j"):
+        with pytest.raises(ProgramError, match=r"compatible journal.* got .*/j"):
             known(path)
         assert path.read_bytes() == data[:length]
     path.write_bytes(b"")  # it was made, and nothing was written
@@ -364,7 +364,7 @@ def test_other_files_are_refused_and_kept(path):
     newer = path.read_bytes()
     for data in (notes, newer, b"notes of mine", b"\x00" * 400, b"\x00" * 9000, OLD, OLD + bytes(range(256)) * 40):
         path.write_bytes(data)
-        with pytest.raises(ProgramError, match=r"expected a journal.* got .*/j"):
+        with pytest.raises(ProgramError, match=r"compatible journal.* got .*/j"):
             known(path)
         assert path.read_bytes() == data
         assert files(path) == ["j"]
@@ -426,7 +426,7 @@ def test_a_studys_error_names_the_argument(path):
     asked = dict(clean="The Eiffel is in the", corrupt="The Colosseum is in the", answer=7, foil=9, show_progress=False)
     path.parent.mkdir()
     path.write_bytes(OLD)
-    with pc.LM("fake") as lm, pytest.raises(ProgramError, match="expected a journal") as raised:
+    with pc.LM("fake") as lm, pytest.raises(ProgramError, match="compatible journal") as raised:
         pc.studies.patch_sweep(lm, **asked, resume=path)
     assert raised.value.path == "resume"
 

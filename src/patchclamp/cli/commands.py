@@ -200,7 +200,7 @@ class ContrastLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> dict[str, Any]:
-    """Read prompt pairs from a file, one JSON object per line; without a file, check that the options give a pair."""
+    """Read prompt pairs from a file, one JSON object per line; without a file, check that the options form a pair."""
     kind = PairLine if "clean" in study.fields() else ContrastLine
     required = msgspec.structs.fields(kind)
     if file is None:

@@ -217,7 +217,7 @@ def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
 def show_patching(
     console: Console, result: studies.AttributionPatchingResult | studies.EdgeAttributionResult, top: int
 ) -> None:
-    """Print the verified cells or edges that moved the metric furthest, and the agreement of estimates and patches."""
+    """Print the verified cells or edges with the largest effects, and how well estimates match patches."""
     table = _table(*result.heads, "estimate", "exact patch")
     for cell in result.best(top) or result.proposals(top):
         exact = "–" if cell.exact is None else style.signed(cell.exact)

@@ -468,7 +468,7 @@ class VllmLLM(Protocol):
 
 
 class Wanted(NamedTuple):
-    """Captured rows at positions from `first` on. `op`: the op's index in the bound program; None: every op."""
+    """Captured rows at positions starting at `first`. `op`: the op's index in the bound program; None: every op."""
 
     run: str
     point: int

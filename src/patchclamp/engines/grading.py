@@ -118,7 +118,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
     errors: errors by index of the failed program, whose grades are NaN
     route: "bulk" if the engine graded them in batches, "requests" if each was a request
     route_reason: the reason why requests were used for all or part of the programs
-    from_cut: the number of requests computed only from their first edit on (`Run.computed_from`)
+    from_cut: the number of requests computed only from their first edit onward (`Run.computed_from`)
     captured: each program's captures, as `LM.fetch` returns them; None for a failed program
     """
 

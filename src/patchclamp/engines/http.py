@@ -305,7 +305,7 @@ class HttpEngine(Engine):
         if status == 404:
             return EngineError(f"{self.url} has no route {wire.PREFIX}: is it a `patchclamp serve`? ({message})")
         if status == 401:
-            return EngineError(f"{self.url} rejected the API key: give pc.LM(url, api_key=…), or set VLLM_API_KEY")
+            return EngineError(f"{self.url} rejected the API key: pass api_key=… to pc.LM, or set VLLM_API_KEY")
         return EngineError(f"{self.url} returned status {status}: {message}")
 
     def _post(self, batch: _SentBatch) -> None:

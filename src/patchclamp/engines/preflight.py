@@ -134,7 +134,7 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
     if not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):
         raise ModelError(
             f"{folder} has no tokenizer; save one with tokenizer.save_pretrained(folder), or pass "
-            "skip_tokenizer_init=True and give prompts as token ids", "model"
+            "skip_tokenizer_init=True and pass prompts as token ids", "model"
         )  # fmt: skip
 
 

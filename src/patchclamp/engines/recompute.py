@@ -1,8 +1,8 @@
 """Partial passes of the Transformers engine, which compute only activations that programs can change.
 
 The rest comes from the trunk, the prompt's run without a program. A pass branches off the trunk at a cut (`plan.cuts`).
-It computes tokens from the cut's position on, and uses the trunk's keys and values before it. Layers below the cut are
-skipped, and the cut's layer receives the trunk's stream. `Recompute` chooses the requests to cut, after a proof on the
+It computes tokens starting at the cut's position, and uses the trunk's keys and values before it. Layers below the cut
+are skipped, and its layer receives the trunk's stream. `Recompute` chooses the requests to cut, after a proof on the
 live model. If the proof fails, it stores the reason, and everything is computed.
 
 B requests · T tokens of the prompt · D width of the stream · H key/value heads · E head size
@@ -224,7 +224,7 @@ class Recompute:
                 self._off -= 1
 
     def passes_from(self, cut: Cut | None, prompt: Sequence[int], count: int) -> Passes | None:
-        """Return the passes from `cut` on, for `count` requests with the same prompt; None to compute everything."""
+        """Return the passes starting at `cut`, for `count` requests with one prompt; None to compute everything."""
         if cut is None or self.why_whole():
             self.passes["whole"] += 1
             return None

@@ -232,8 +232,8 @@ class HubTokenizer:
     def _spelt(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of ids that do not round-trip, and each token's offsets.
 
-        An anchor is a token after which the text so far consists of whole characters. Each prefix is decoded from the
-        second to last anchor on, so decoding takes linear time."""
+        An anchor is a token after which the text so far consists of whole characters. Each prefix is decoded
+        starting at the second to last anchor, so decoding takes linear time."""
         full, offsets, complete = self._full_text(ids), [], 0
         context = anchor = known = 0  # tokens before both; and the length of the anchor's text
         overlap = ""  # the text from the context to the anchor
@@ -265,8 +265,8 @@ class HubTokenizer:
         return full, offsets
 
     def _continues(self, ids: list[int], i: int, full: str, begin: int, context: int, decoded: str) -> bool:
-        """True if the tokens from `i` on decode to `full[begin:]`, apart from leading spaces. `decoded`: the text of
-        the tokens from `context` to `i`."""
+        """True if the tokens starting at `i` decode to `full[begin:]`, apart from leading spaces. `decoded`: the text
+        of the tokens from `context` to `i`."""
         end, text = i, ""
         while end < len(ids) and end - i < 8 * WINDOW and not text.strip(PARTIAL):
             end = min(end + WINDOW, len(ids))

@@ -49,7 +49,7 @@ MAX_BODY_BYTES = 1 << 27
 
 
 class Info(msgspec.Struct):
-    """Facts about the server's engine. The fields from `family` on describe its site map.
+    """Facts about the server's engine. Starting with `family`, the fields describe its site map.
 
     owner: the name prefix of runs that this API key may use
     withdrawn: the sites that failed the proof
@@ -216,7 +216,7 @@ class GradedPart(msgspec.Struct, tag="grades"):
         return cls(i, number.tobytes(), [b"" if of is None else of[number].tobytes() for of in columns], errors)
 
     def read(self, table: GradeTable, first: int) -> np.ndarray:
-        """Add the results to a table that has the job's programs from index `first` on. Return their indices in it."""
+        """Add the results to a table with the job's programs starting at index `first`. Return their indices in it."""
         number = np.frombuffer(self.number, np.int64)
         number = np.where(number < 0, -1, number + first)
         dtypes = np.float32, np.float32, np.int64, np.float32

@@ -94,7 +94,7 @@ class PatternEdit(msgspec.Struct, frozen=True):
     rows: torch.Tensor | None = None
 
     def of_heads(self, first: int, heads: int) -> slice:
-        """Return the edited heads among the `heads` heads from `first` on, as indices relative to `first`."""
+        """Return the edited heads among the `heads` heads starting at `first`, as indices relative to `first`."""
         return slice(max(self.first - first, 0), max(min(self.end - first, heads), 0))
 
     def is_query(self, position_N: torch.Tensor) -> torch.Tensor:

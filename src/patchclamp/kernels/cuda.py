@@ -229,7 +229,7 @@ def _walk(
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply the records to a row's columns from `column` on; also returns 1 if any record is an edit. `WHOLE`: the
+    """Apply the records to a row's columns starting at `column`; also returns 1 if any record is an edit. `WHOLE`: the
     columns are the whole row. While a record is applied, the next one and its vector are prefetched."""
     AHEAD: tl.constexpr = BLOCK <= 8192  # two vectors of wider rows do not fit into registers
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)

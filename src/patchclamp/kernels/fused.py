@@ -435,8 +435,8 @@ def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
 def normals_of(
     seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, width: int, first: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return vectorized `noise.normals`: ε for rows, fp32 [A, W], from column `first` [A] on, a multiple of 4. Each row
-    has its own seed, position and site, int64 [A]."""
+    """Return vectorized `noise.normals`: ε for rows, fp32 [A, W], starting at column `first` [A], a multiple of 4. Each
+    row has its own seed, position and site, int64 [A]."""
     group = torch.zeros_like(seed) if first is None else first // 4
     words = _philox(seed, position, site, -(-width // 4), group).reshape(len(seed), -1)[:, :width]
     sign, m = words & 1, words >> 1

@@ -159,7 +159,7 @@ def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
     if wrong or not rows:
         raise ProgramError(
             f"expected a function of rows, with optional arguments {' and '.join(APPLY_ARGUMENTS)}, got one of "
-            f"{', '.join(map(str, parameters)) or 'nothing'}: give other arguments a default"
+            f"{', '.join(map(str, parameters)) or 'nothing'}: add a default for other arguments"
         )
     return tuple(p.name for p in needed)
 
@@ -554,7 +554,7 @@ class Replace(SiteOp, frozen=True, forbid_unknown_fields=True):
     (arXiv:2202.05262); subspaces from distributed alignment search; Geiger et al. 2023 (arXiv:2303.02536).
 
     At `pattern[l, h]` the value is a row of probabilities [K], or one per query, [t, K], as in `run[pc.pattern[l, h]]`;
-    keys from position K on get 0. The new pattern is not renormalised.
+    keys at position K or later get 0. The new pattern is not renormalised.
     """
 
     value: Value = field(converter=as_value)
@@ -625,7 +625,7 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
     It is false at tokens that any of its probes does not read. `scope` sets where the edits act:
 
     - "token": at those of their `tokens` where it holds;
-    - "prompt": from the last prompt token on, if it holds at that token;
+    - "prompt": from the last prompt token onward, if it holds at that token;
     - "onwards": from the first token where it holds.
 
     The edits must come after the probes: in later layers or, for "token", at the same site. Each probe of a condition

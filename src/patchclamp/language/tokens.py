@@ -136,7 +136,7 @@ class Positions(Selection, frozen=True, tag="positions"):
         if self.of not in GROUPS:
             raise unknown("token group", self.of, GROUPS)
         if self.index == ():
-            raise TokensError(f"{self.of}[()] selects nothing: give at least one position")
+            raise TokensError(f"{self.of}[()] selects nothing: pass at least one position")
         if self.of != "prompt":
             self._check_open_end()
 
@@ -194,7 +194,7 @@ class Role(Selection, frozen=True, tag="role"):
         if self.message is not None:
             msgspec.structs.force_setattr(self, "message", as_integer(self.message))
         if self.index == ():
-            raise TokensError(f"role({json.dumps(self.role)})[()] selects nothing: give at least one position")
+            raise TokensError(f"role({json.dumps(self.role)})[()] selects nothing: pass at least one position")
 
     def __getitem__(self, key: Key) -> Role:
         return Role(self.role, self.message, _index_of(self, key))
@@ -236,7 +236,7 @@ class ImageTokens(Selection, frozen=True, tag="image"):
         elif self.index is not None:
             raise ProgramError("expected the index of an image before its tokens, as in image[0][3:5]")
         if self.index == ():
-            raise TokensError(f"image[{self.number}][()] selects nothing: give at least one position")
+            raise TokensError(f"image[{self.number}][()] selects nothing: pass at least one position")
 
     def __getitem__(self, key: Key) -> ImageTokens:
         if self.number is not None:
@@ -327,7 +327,7 @@ class TextSpan(Selection, frozen=True, tag="span"):
         if re.search("[\ud800-\udfff]", self.text):
             raise TokensError(f"{self.text!r} is not valid text: it has a lone surrogate")
         if not self.text:
-            raise TokensError("span('') selects nothing: give the text of the tokens to select")
+            raise TokensError("span('') selects nothing: pass the text of the tokens to select")
 
     def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
         """Return the positions of the tokens that overlap the match. Raises `TokensError` without a match, or with
@@ -395,7 +395,7 @@ class TokenIds(Selection, frozen=True, tag="token"):
         except ProgramError:
             raise ProgramError(f"expected integer token ids, got {self.ids!r}; use lm.tokenizer.bare(text)") from None
         if not ids:
-            raise TokensError("token() selects nothing: give at least one token id")
+            raise TokensError("token() selects nothing: pass at least one token id")
         if ids[0] < 0 or ids[-1] > MAX_TOKEN_ID:
             raise TokensError(f"token id {ids[0] if ids[0] < 0 else ids[-1]} is out of range (0..{MAX_TOKEN_ID})")
         if len(ids) > MAX_IDS:

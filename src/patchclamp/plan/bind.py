@@ -673,7 +673,7 @@ class _Binder:
         if latch >= LATCHES:
             raise ProgramError(
                 f"a program supports at most {LATCHES} pairs of delimiters in generated text and conditions with scope "
-                "prompt or onwards: use fewer, or delimiters in the prompt, prompt & between(...)", field
+                "'prompt' or 'onwards': use fewer, or delimiters in the prompt, prompt & between(...)", field
             )  # fmt: skip
         return latch
 
@@ -730,7 +730,7 @@ class _Binder:
         return point, cases[0].positions
 
     def _conditional(self, path: str, edit: Op, guard: Guard, last: Point, first: int) -> list[BoundOp]:
-        """Bind a conditional edit from position `first` on."""
+        """Bind a conditional edit, starting at position `first`."""
         assert isinstance(edit, SiteOp)
         try:
             bound = self._bind(path, edit)
@@ -750,8 +750,8 @@ class _Binder:
                         )  # fmt: skip
                     if depth == 0 and guard.latch >= 0 and first < len(self.prompt.ids) - 1:
                         raise UnsupportedSite(
-                            "with scope onwards, an edit at the probe's own site requires a probe of generated "
-                            "tokens: give the probe tokens=pc.generated, or edit a later layer", "at"
+                            "with scope 'onwards', an edit at the probe's own site needs a probe of generated tokens: "
+                            "set tokens=pc.generated on it, or edit a later layer", "at"
                         )  # fmt: skip
                     if self.sites.points[point].rows == "sampled":
                         raise UnsupportedSite(f"{self.sites.label(point)} does not support conditional edits", "at")
@@ -982,7 +982,7 @@ class _OpBinder:
         if isinstance(keys, Vector):
             last = (np.arange(keys.shape[-1]) * (keys.rows() != 0)).max(1)
             if len(late := queries[last > queries]):
-                raise TokensError(f"the token at position {late[0]} does not see all keys of its row", "value")
+                raise TokensError(f"the row for position {late[0]} includes keys after it", "value")
             return ()
         positions = self._binder.known.merged_of(cases)
         seeing = queries >= positions.min(initial=self._binder.limit)
@@ -1210,7 +1210,7 @@ def _greatest_below(bias: float, activation: str | None, threshold: float, inclu
 
 
 def _from(ranges: tuple[PositionRange, ...], first: int) -> tuple[PositionRange, ...]:
-    """Return the parts of ranges from position `first` on."""
+    """Return the parts of ranges at or after position `first`."""
     return tuple(
         each._replace(start=max(each.start, first), row=each.row + max(first - each.start, 0) * each.step)
         for each in ranges if each.stop > first

@@ -631,7 +631,7 @@ def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tu
     `Store` ops, since edits may read their rows, and the ops that decide where edits act.
 
     seen_whole: spans first … end−1 with bidirectional attention, such as images: an edit at a span's last position
-        changes keys and values from its first position on
+        changes keys and values starting at its first position
     """
     end = max([end, *(stop for first, stop in seen_whole if first < end)])
     clipped = {i: there for i, op in enumerate(bound.ops) if op.reaches_cache and (there := _clip(op, start, end))}
@@ -654,8 +654,8 @@ def lowest_edit(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ())
 
 
 def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = ()) -> int | None:
-    """Return the first position that must be computed rather than read from a cache: it is captured, stored, or read
-    for later positions. Spans in `seen_whole` (as in `block_key`) are computed from their first position on."""
+    """Return the first position that must be computed, not read from a cache, because it is captured, stored, or
+    checked for delimiters. Inside a span in `seen_whole` (as in `block_key`), return the span's first position."""
     lowest = min(
         (op.ranges[0].start for op in bound.ops if op.kind in (CAPTURE, STORE, SPAN) and op.ranges), default=None
     )

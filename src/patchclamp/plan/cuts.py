@@ -1,7 +1,7 @@
 """Cuts: the part of a prompt that a program must recompute, and groups of requests that share a pass.
 
 Below the first layer and before the first position that a program touches, every run of a prompt equals the unedited
-run, its *trunk*. A pass leaves the trunk at a *cut*: it computes only layers and positions from the cut on.
+run, its *trunk*. A pass leaves the trunk at a *cut*: it computes only layers and positions at or after the cut.
 Requests of one prompt are grouped to minimize the remaining work.
 
     N requests of one prompt · L layers · T positions of the prompt
@@ -23,7 +23,7 @@ MAX_COST = 0.8  # maximum work relative to full passes; above it the gain is too
 
 
 class Cut(NamedTuple):
-    """The start of a pass, which computes layers from `layer` on (L: no layer) at positions from `position` on."""
+    """The start of a pass: its first layer (L: no layer) and first position."""
 
     layer: int
     position: int
@@ -81,7 +81,7 @@ class Work(NamedTuple):
     pass_rows: int
 
     def of(self, count: np.ndarray | int, cut: np.ndarray | Cut) -> np.ndarray:
-        """Return the cost of a pass of `count` requests from a cut on, or of several passes with cuts [N, 2]."""
+        """Return the cost of a pass of `count` requests starting at a cut, or of several passes with cuts [N, 2]."""
         layer, position = np.asarray(cut).T
         return (self.layers - layer) * (count * (self.length - position) + self.pass_rows)
 
@@ -90,7 +90,7 @@ class Work(NamedTuple):
         return self.layers * (count * self.length + self.pass_rows * -(-count // size))
 
     def of_parts(self, parts: Sequence[tuple[list[int], Cut]]) -> float:
-        """Return the cost of passes from their cuts on, including the trunk."""
+        """Return the cost of passes starting at their cuts, including the trunk."""
         return self.whole(1, 1) + sum(float(self.of(len(index), cut)) for index, cut in parts)
 
 

@@ -92,8 +92,7 @@ class Prompt(msgspec.Struct):
         known = self._token_of(delimiter)
         if known is None:
             raise TokensError(
-                f"{selection}: {delimiter!r} is several tokens, which are found only in the prompt; use "
-                "prompt & between(...)"
+                f"{selection}: multi-token {delimiter!r} is supported only in the prompt; use prompt & between(...)"
             )
         return known
 

@@ -22,7 +22,7 @@ from patchclamp.sites import SiteMap
 class Placement(msgspec.Struct, frozen=True, array_like=True):
     """The allocation of an admitted program.
 
-    slot: the program's slot while it is admitted, from 1 on
+    slot: the program's slot while it is admitted, starting at 1
     record: the program's first record in the program table
     addresses: the offset of each key's rows in the bank, in elements, and the number of rows
     load: the keys in `addresses` whose rows are not in the bank yet
@@ -115,7 +115,7 @@ class Extents:
         return None
 
     def give(self, begin: int, count: int) -> None:
-        """Free `count` addresses from `begin` on."""
+        """Free `count` addresses starting at `begin`."""
         if count == 0:
             return
         end = begin + count

@@ -465,7 +465,7 @@ def _column(of_programs: Sequence[float]) -> np.ndarray:
 
 def match_records(records: np.ndarray, ids: Number, count: Number, expected: bool | np.ndarray) -> np.ndarray:
     """Make the `MATCH` record that precedes each record. The record then acts only if the token's id is among the given
-    ids, or if `expected` is False, is not. The bank holds the `count` ids, ascending, from offset `ids` on."""
+    ids, or if `expected` is False, is not. The bank holds the `count` ids, ascending, starting at offset `ids`."""
     conditions = np.zeros_like(records)
     conditions["start"], conditions["stop"], conditions["kind"] = records["start"], records["stop"], MATCH
     fields = named(conditions, MATCH)
@@ -630,8 +630,8 @@ class ProgramTable:
         self._installed: set[int] = set()
 
     def install(self, records: np.ndarray, counts: np.ndarray, slot: int, begin: int) -> None:
-        """Write a request's records, sorted by point, `counts` [points] at each. The free `slot`, and the records from
-        `begin` on, are allocated by `plan.room`."""
+        """Write a request's records, sorted by point, `counts` [points] at each. The free `slot`, and the records
+        starting at `begin`, are allocated by `plan.room`."""
         self.install_alike(records[None], counts[None], np.array([slot]), np.array([begin]))
 
     def install_alike(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
@@ -687,7 +687,7 @@ class ProgramTable:
         are cleared, [slots + 1]; NEVER clears none.
 
         Only draft tokens of the slot's last step can have been rejected, and this step computes from the first rejected
-        position on. After a preemption it also recomputes earlier positions, but keeps their decisions.
+        position onward. After a preemption it also recomputes earlier positions, but keeps their decisions.
         """
         since = np.full(len(self.drafted), NEVER, np.int32)
         since[slot] = np.maximum(self.drafted[slot], position)

@@ -630,7 +630,7 @@ class CudaStep:
         self, plan: StepPlan, numbers: Iterable[int], base: np.ndarray, memory: torch.Tensor, zero: int
     ) -> list[tuple[int, torch.Tensor]]:
         """Return the offset in the step's buffer and the bytes of each result of `plan.reduced`, by index. The rows are
-        in `memory`, at `base` from byte `zero` on."""
+        in `memory`, at offset `base` from byte `zero`."""
         results = []
         for number in numbers:
             region = plan.reduced[number][0]

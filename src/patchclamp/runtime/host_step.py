@@ -31,7 +31,7 @@ class Bank:
         self.data: torch.Tensor = torch.empty(numbers, dtype=torch.float32, device=device)
 
     def write(self, begin: int, neighbours: Sequence[torch.Tensor]) -> None:
-        """Write tensors of rows [n, W] consecutively from offset `begin` on, asynchronously on the current stream."""
+        """Write tensors of rows [n, W] back to back, starting at offset `begin`, async on the current stream."""
         flat = [rows.reshape(-1) for rows in neighbours]
         numbers = flat[0] if len(flat) == 1 else torch.cat([rows.float() for rows in flat])
         if self.data.is_cuda and not numbers.is_cuda:

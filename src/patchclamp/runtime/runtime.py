@@ -431,7 +431,7 @@ class Runtime:
         self.steps_planned: int = 0
         self.dictionaries: Dictionaries = Dictionaries(self.device, limits.sae_bytes)
         self.resident: ResidentRows = ResidentRows(self.bank, sites, self._captured)
-        # by the engine's name of a request; its program has no effect from its stop position on
+        # by the engine's name of a request; its program has no effect at or after its stop position
         self._admitted: dict[str, _InstalledProgram] = {}
         self._slot_of: dict[str, int] = {}
         self._stop_of: dict[str, int] = {}
@@ -882,7 +882,7 @@ class Runtime:
 
         row, position, count: each request's first row, first position and number of tokens
         total: the number of tokens
-        samples: the number of last tokens of each request whose logits are computed; None: one each
+        samples: how many final tokens of each request get logits; None: one each
         """
         sameness = self.continuity.judge(requests, position, total)
         if sameness == "changed":

@@ -45,8 +45,7 @@ def said_bytes(request: Request) -> int:
 
 
 class OpenAIRoute(APIRoute):
-    """A vLLM route whose body FastAPI reads. The limit on a program's values excludes the prompt and vLLM's other
-    fields."""
+    """A vLLM route with body limits. The limit on a program's values excludes the prompt and vLLM's other fields."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
         handle = super().get_route_handler()

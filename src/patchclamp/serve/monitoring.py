@@ -61,7 +61,7 @@ class MonitoredCall:
         return name
 
     def limit(self, choice: int, end: int) -> None:
-        """Withhold a choice's scores from position `end` on."""
+        """Withhold a choice's scores starting at position `end`."""
         runs, index = self._runs[choice]
         runs.setdefault(index, MonitoredRun()).end = end
 

@@ -176,7 +176,7 @@ PROGRAM_BODY: dict[str, Any] = {
 async def put_vector(name: VectorName, request: Request) -> schema.VectorCard:
     """Store a vector [D] or [n, D], or means, under a name for the ops of this API key.
 
-    The body is a safetensors file with one tensor or, as application/json, a list of numbers or of such lists. For
+    The body is a safetensors file with one tensor or, as application/json, a 1-D or 2-D list of numbers. For
     means, the entry `means` of the file's metadata has the site of each row, `{"NAME": ["resid_post[0]", ...]}`, as
     written by `lm.bank.save`.
     """

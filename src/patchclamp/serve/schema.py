@@ -299,7 +299,7 @@ PatchclampRequest: type[Closed] = create_model(
             "token that meets it",
         ),
     ),
-    run=(str | None, Field(None, description="the name under which the run is kept", examples=["italy"])),
+    run=(str | None, Field(None, description="a name; the run is kept for later requests", examples=["italy"])),
     keep=(bool, Field(False, description="true: keep captures for later requests, as with a name")),
     tokens=(
         bool,

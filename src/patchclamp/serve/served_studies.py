@@ -69,7 +69,7 @@ def schema_of(kind: type[Study]) -> dict[str, Any]:
         if isinstance(field.default, (str, int, float, bool)):
             properties[name]["default"] = field.default
     if "resume" in kind.options():
-        properties["resume"] = {"type": "string", "description": "A name, under which the same request continues."}
+        properties["resume"] = {"type": "string", "description": "A name for resuming the same request."}
     required = [name for name, field in fields_of(kind).items() if field.default is REQUIRED]
     return {"title": kind.__name__, "type": "object", "properties": properties, "required": required,
             "additionalProperties": False}  # fmt: skip

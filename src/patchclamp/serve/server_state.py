@@ -290,7 +290,7 @@ class ClientWork:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """End the work after its client disconnected."""
+        """Stop the work once the client disconnects."""
         self._is_stopped = True
 
     def raise_if_stopped(self) -> None:

@@ -645,7 +645,7 @@ DECODERS: dict[str, Decoder] = {
 
 
 def is_listed(architectures: Sequence[str]) -> bool:
-    """True if a table lists one of these classes, even if the config does not meet the family's needs."""
+    """True if a table lists one of these classes, even if the config fails the family's requirements."""
     return any(set(family.architectures) & set(architectures) for family in FAMILIES)
 
 
@@ -661,7 +661,7 @@ def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family
     """Return the family that lists one of a config's `architectures`. For a multimodal model, both config and family
     are its decoder's.
 
-    Raises `ModelError` if no family lists any of them, or if the config does not meet the family's `needs`.
+    Raises `ModelError` if no family lists any of them, or if the config fails the family's requirements (`needs`).
     """
     families = [family for family in FAMILIES if set(family.architectures) & set(architectures or ())]
     unmet = [_unmet(family, config) for family in families]
@@ -678,7 +678,7 @@ def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family
 
 
 def _unmet(family: Family, config: Any) -> str:
-    """Return an error message for the first of the family's needs that a config does not meet; "" if it meets all."""
+    """Return an error message for the first of the family's requirements that a config fails; "" if it meets all."""
     for name, needed in family.needs.items():
         right = getattr(config, needed, None) if isinstance(needed, str) else needed
         if config is not None and getattr(config, name, right) != right:

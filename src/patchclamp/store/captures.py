@@ -31,7 +31,7 @@ ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
 
 
 class BufferSlice(msgspec.Struct):
-    """Bytes of consecutive steps, contiguous in a block from `offset` on."""
+    """Bytes of consecutive steps, contiguous in a block, starting at `offset`."""
 
     block: HostBlock
     offset: int
@@ -54,7 +54,7 @@ class BufferSlice(msgspec.Struct):
 
 class ScatteredSlices(msgspec.Struct):
     """One step's bytes in several blocks. Each part is (begin, end, block, offset): the step's bytes begin … end−1 are
-    in the block from `offset` on. The first part that contains a byte wins."""
+    in the block, starting at `offset`. The first part that contains a byte wins."""
 
     parts: list[tuple[int, int, HostBlock, int]]
     steps: int = 1
@@ -331,8 +331,8 @@ class CaptureStore:
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        """Return the captured positions [T], ascending, from `first` on, and their rows [T, W]: one op's, or all ops'
-        at the point except probes'.
+        """Return the captured positions [T], ascending, starting at `first`, and their rows [T, W]: one op's, or all
+        ops' at the point except probes'.
 
         If an op captured a position twice (after preemption), its first row wins, or its last with `keeps_last`;
         between two ops, the later op wins. Raises `MissingSource` for a run that is not kept.
@@ -411,7 +411,7 @@ class CaptureStore:
                 raise MissingSource(f"run {run} is not available: it was released, or captured nothing")
 
     def find(self, wanted: Iterable[tuple[str, int, int | None, int]]) -> list[StoredRows]:
-        """Locate each (run, point, op, first)'s rows, as in `fetch`. Waits for pending copies."""
+        """Find rows for each (run, point, op, first), as in `fetch`. Waits for pending copies."""
         wanted = list(wanted)
         self._check_kept(dict.fromkeys(run for run, *_ in wanted))
         self._flush()

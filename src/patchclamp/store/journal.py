@@ -180,5 +180,5 @@ class Journal:
 
     def _no_journal(self, found: str) -> PatchclampError:
         return ProgramError(
-            f"expected a journal of this version, got {self._name} ({found}): choose another file or delete it"
+            f"expected a compatible journal, got {self._name} ({found}): choose another file or delete it"
         )

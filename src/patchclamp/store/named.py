@@ -397,11 +397,11 @@ def from_bytes(data: bytes) -> Vector | Means:
 
 
 def numbers_of_json(data: bytes) -> Vector:
-    """Parse a vector from JSON: a list of numbers, or a list of such lists. Raises like `from_bytes`."""
+    """Parse a vector from JSON: a 1-D or 2-D list of numbers. Raises like `from_bytes`."""
     nested = data.lstrip()[1:].lstrip().startswith(b"[")
     try:
         return Vector.of(msgspec.json.decode(data, type=list[list[float]] if nested else list[float]))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProgramError(f"expected a list of numbers, or of such lists: {error}"[:400]) from None
+        raise ProgramError(f"expected a 1-D or 2-D list of numbers: {error}"[:400]) from None
     except PatchclampError as error:
         raise type(error)(error.message[:400]) from None

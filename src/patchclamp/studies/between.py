@@ -125,7 +125,7 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
         return f"recovered share of the {difference}" if self.metric == "recovered" else difference
 
     def _verified(self) -> str:
-        """Return a sentence on the agreement of estimates with exact patches."""
+        """Return a sentence on how well estimates match exact patches."""
         count = int(np.isfinite(self.exact).sum())
         if not count:
             return "No cell was verified."

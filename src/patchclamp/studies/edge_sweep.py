@@ -23,8 +23,8 @@ from patchclamp.studies.sweep_result import Sweep
 
 
 class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
-    """An edge sweep: attention edges in a prompt's run are knocked out (`edge_sweep`). `corrupt` is None; a column's
-    `clean` has its queries, its `corrupt` the keys."""
+    """Result of knocking out attention edges in a prompt's run (`edge_sweep`). `corrupt` is None; a column's `clean` is
+    its queries and `corrupt` its keys."""
 
     done: ClassVar[str] = "Knocking out edges of attention"
     cell: ClassVar[str] = "the run with some edges knocked out"

@@ -651,11 +651,11 @@ class Cells:
 
     @property
     def computed(self) -> str:
-        """The extent of computation: whole runs, or from the first edit on. Empty if the engine cannot choose."""
+        """The extent of computation: whole runs, or from the first edit onward. Empty if the engine cannot choose."""
         if "bulk" in self._routes:
-            return "in batches, from the first edited position on"
+            return "in batches, from the first edited position onward"
         if self._cut:
-            return f"recomputed from the first edit on ({self._cut} of {self._runs} runs)"
+            return f"recomputed from the first edit onward ({self._cut} of {self._runs} runs)"
         why = self._lm.engine.whole_because
         return f"computed whole: {why}" if why and self._routes else ""
 

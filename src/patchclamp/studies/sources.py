@@ -359,10 +359,10 @@ def columns_mask(lm: LM, sites: Sequence[Any], columns: Sequence[Index | None]) 
 
 def _check_lengths(lengths: Sequence[int], length: int | None) -> None:
     if length is None:
-        raise TokensError("rows are read at the same positions: expected patched prompts of equal length",
+        raise TokensError("source and patched prompts must align: expected patched prompts of equal length",
                           "source.prompts")  # fmt: skip
     if wrong := [i for i, of in enumerate(lengths) if of != length]:
-        raise TokensError(f"rows are read at the same positions: expected {length} tokens, as in the patched prompt, "
+        raise TokensError(f"source and patched prompts must align: expected {length} tokens, "
                           f"got {lengths[wrong[0]]} in prompt {wrong[0]}", "source.prompts")  # fmt: skip
 
 

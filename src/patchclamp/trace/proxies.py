@@ -555,7 +555,7 @@ class Activation(InPlace):
 
 @contextlib.contextmanager
 def all_or_nothing(recording: Recording) -> Iterator[None]:
-    """Discard the entries recorded in the block if a `PatchclampError` leaves it."""
+    """Discard the block's recorded entries if it raises a `PatchclampError`."""
     count = len(recording.entries)
     try:
         yield

@@ -179,7 +179,7 @@ class RequestProgram:
     def forget_proof(self) -> None:
         """Discard the proof of edited tokens, which will be recomputed.
 
-        proved: the number of tokens whose keys and values may enter the prefix cache. From the first edit on, the
+        proved: the number of tokens whose keys and values may enter the prefix cache. From the first edit onward, the
             workers must first confirm that the run has had no errors.
         asked: the number of tokens in the last request for confirmation
         """

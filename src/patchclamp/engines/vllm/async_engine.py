@@ -138,7 +138,7 @@ class AsyncEngine(VllmFrontEnd):
     async def _grade(self, calls: Grading, beat: Callable[[], None]) -> None:
         """Carry out a grading's calls. The core steps its requests between batches. `beat` is called while the grading
         waits for room, to detect a disconnected caller."""
-        name = secrets.token_hex(8)  # clients may give two jobs one name
+        name = secrets.token_hex(8)  # clients may use one name for two jobs
         tries = int(LEASE_S / RETRY_S)  # others may hold what it needs
 
         async def after(result: Any) -> tuple[str, tuple[Any, ...]]:
@@ -346,7 +346,7 @@ class AsyncEngine(VllmFrontEnd):
         return clients.process_count(self.client)
 
     def tokens_of(self, name: str, first: int, count: int) -> tuple[str, int, list[int | None]]:
-        """Return the client's name for a request, its choice index, and `count` token ids from `first` on
+        """Return the client's request name, the choice index, and `count` token ids starting at `first`
         (`clients.request_tokens`)."""
         return clients.request_tokens(self._processor, name, first, count)
 

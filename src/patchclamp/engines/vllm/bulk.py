@@ -1,7 +1,7 @@
 """Cells in batches: programs on one prompt, run as our own sequences between the engine's steps.
 
 The core leases blocks, slots, records and bank rows (`Admission.lease`); a worker runs the batches. The prompt is
-computed once, without a program, into leased blocks. A cell computes tokens from its first edited position on
+computed once, without a program, into leased blocks. A cell computes tokens starting at its first edited position
 (`plan.cuts`): it shares the prompt's full blocks before that position, and copies the partially shared block. If the
 model is compiled in pieces (`Streams`), a batch begins at the first layer that its cells' programs edit.
 

@@ -342,7 +342,7 @@ def no_room(lease: tuple[Any, ...]) -> CapacityError:
     size = 4 * sum(map(math.prod, sizes.values()))
     return CapacityError(
         f"a batch of cells does not fit: it needs {blocks[0]} free cache blocks, {slots[0]} program slots, "
-        f"{records[0]} records and {size} bytes of the bank; give the cache more memory, or raise max_records or "
+        f"{records[0]} records and {size} bytes of the bank; increase the cache's memory, or raise max_records or "
         "bank_bytes"
     )
 

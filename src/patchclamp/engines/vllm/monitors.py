@@ -342,7 +342,7 @@ class SlotScores:
         self._free = list(range(count, 2 * count))
 
     def _slots(self, lanes: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the slots of `counts` tokens of each request from positions `starts` on."""
+        """Return the slots of `counts` tokens of each request, starting at positions `starts`."""
         positions = _ranges(starts, counts)
         lane = lanes if len(positions) == len(lanes) and positions is starts else np.repeat(lanes, counts)
         return self._tables[lane, positions // self._block] * self._block + positions % self._block
@@ -375,7 +375,7 @@ class _Stretch:
         self._stacked = np.zeros((0, *products.shape))
 
     def rows(self, i: int, begin: int) -> np.ndarray:
-        """Return request i's products from step `begin` on."""
+        """Return request i's products starting at step `begin`."""
         parts = [self.first[self.bounds[i] : self.bounds[i + 1]]] if begin == 0 else []
         later = self.later[max(begin - 1, 0) :]
         if begin == 0 and later:
@@ -392,7 +392,7 @@ class MonitoredRun:
 
     def __init__(self) -> None:
         self.parts: list[tuple[_Stretch, int]] = []
-        self.end, self._held = 1 << 62, list[np.ndarray]()  # those from `end` on
+        self.end, self._held = 1 << 62, list[np.ndarray]()  # those at or after `end`
         self._read = self._steps = self._tokens = 0  # parts read, steps of the next one, tokens that `news` returned
 
     def products(self) -> np.ndarray:
@@ -442,7 +442,7 @@ class MonitorLog:
 
     def file(self, names: list[str], owner: Callable[[str], tuple[str, int] | None]) -> None:
         """Store the message's scores for the next outputs, which belong to these requests of the core. `owner` returns
-        the name under which a request was submitted and its choice index; None if it has ended."""
+        a request's submitted name and choice index; None if it has ended."""
         if self._message is None:
             return
         firsts, counts, products = self._message

@@ -26,7 +26,7 @@ from patchclamp.version import __version__
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# settings in our part of `additional_config` that a user may give
+# settings in our part of `additional_config` that a user may set
 ASKED = ("limits", "serve", "numerics", "probes", "saes", "sae_precision", "check_rate")
 PARTS = (*ASKED, "version", "op", "taps", "table")
 

@@ -57,8 +57,8 @@ class CaptureSender:
     ) -> dict[str, Any]:  # fmt: skip
         """Return an answer for the receiver `to`, which has mapped the buffers `mapped`. `stored`: rows by index.
 
-        The answer has the concatenated bytes from `at` on, at most `MAX_BUFFER_BYTES`. `files`: True if the receiver
-        can open our files. `loan`: the loan name for large rows; "" to lend none.
+        The answer has the concatenated bytes starting at `at`, at most `MAX_BUFFER_BYTES`. `files`: True if the
+        receiver can open our files. `loan`: the loan name for large rows; "" to lend none.
         """
         lends = files and loan
         places = {n: place for n, rows in stored.items() if lends and (place := _lendable(rows)) is not None}
@@ -198,8 +198,8 @@ class CaptureReceiver:
         return self._map(answer)[: answer["here"]]
 
     def _borrow(self, answer: dict[str, Any], loan: str) -> dict[int, np.ndarray]:
-        """Return the open memory of lent row arrays, each from its first byte on. A file is returned when its views are
-        freed."""
+        """Return the open memory of lent row arrays, each starting at its first byte. A file is returned when its views
+        are freed."""
         if "lent" not in answer:
             return {}
         places = {number: MemoryLocation(*place) for number, *place in answer["lent"]}

@@ -271,8 +271,8 @@ class Harvest(Study):
         show_progress: Progress = None,
     ) -> HarvestResult:
         """
-        shard: (i, n) for machine i of n: it makes parts i, i + n, …
-        batch_tokens: largest number of tokens run at a time, by default chosen by the width of the rows. Batches that
+        shard: (i, n) for machine i of n, which writes parts i, i + n, …
+        batch_tokens: maximum tokens per batch, by default chosen from the row width. Batches that
             would take longer than about 2 s are smaller. Three are in flight, and a few more are being written
         checkpoint_bytes: a resumed harvest repeats at most twice this many bytes, and at most about 10 s of work
         """
@@ -311,7 +311,7 @@ class Harvest(Study):
         batch_rows: rows in a batch; the last one may have fewer
         index: batches are dicts that also have document, position, token and the columns of `keep`
         shard: (i, n) for process i of n; each reads its own parts
-        batch_tokens: largest number of tokens run at a time
+        batch_tokens: maximum tokens per batch
 
         Raises: the errors of a harvest
         """

@@ -79,7 +79,7 @@ Table = tuple[np.ndarray, np.ndarray]  # token ids and log-probabilities [n, 1 +
 
 
 def on_config(complete: Callable[[VllmConfig], None]) -> None:
-    """Call `complete(vllm_config)` on every configuration with patchclamp created from engine arguments."""
+    """Call `complete(vllm_config)` on each patchclamp-enabled config built from engine arguments."""
 
     def create_engine_config(stock: Any, engine_args: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         drafts = copy.copy(engine_args.speculative_config)
@@ -326,7 +326,7 @@ def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[
 
 
 def request_tokens(processor: OutputProcessor, name: str, first: int, count: int) -> tuple[str, int, list[int | None]]:
-    """Return a request's submitted name, its choice index, and `count` token ids from position `first` on (None:
+    """Return a request's submitted name, its choice index, and `count` token ids starting at position `first` (None:
     unknown). `name`: the core's name for the request."""
     if (state := processor.request_states.get(name)) is None:
         return name, 0, [None] * count

@@ -654,8 +654,8 @@ def _check_latches(bound: BoundProgram) -> None:
             points[op.action.latch] = op.points[0]
         if op.guard is not None and points.get(op.guard.latch) in op.points:
             raise UnsupportedSite(
-                "with speculative decoding, scope onwards requires edits after the probe's site: edit a later layer, "
-                "or use scope token or prompt", f"{op.path[:200]}.at"
+                "with speculative decoding, scope 'onwards' requires edits after the probe's site: edit a later layer, "
+                "or use scope 'token' or 'prompt'", f"{op.path[:200]}.at"
             )  # fmt: skip
 
 

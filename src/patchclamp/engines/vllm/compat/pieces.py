@@ -1,8 +1,8 @@
 """A compiled model's pieces, split by vLLM at attention. Our own batches may begin after any cut.
 
-The values, row by row, that cross the cut after layer l − 1's attention are all that layers from l on need from earlier
-layers: the attention output, the stream, and values computed once for all layers. Given these, the remaining pieces are
-the same code as in a full pass.
+The values, row by row, that cross the cut after layer l − 1's attention are all that layers l and later need from
+earlier ones: the attention output, the stream, and values computed once for all layers. Given these, the remaining
+pieces are the same code as in a full pass.
 
     R rows of a call · L layers
 """

@@ -318,7 +318,7 @@ class Graphs:
                 ) from error
             self.problem = f"not enough GPU memory for graphs with taps ({str(error).split('.')[0]})"
             logger.warning(
-                "patchclamp: %s; steps with programs run without CUDA graphs. Give the cache less memory, or list "
+                "patchclamp: %s; steps with programs run without CUDA graphs. Reduce the cache's memory, or list "
                 "fewer sizes in active_sizes.", self.problem,
             )  # fmt: skip
         self._forget()
