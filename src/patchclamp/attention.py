@@ -184,7 +184,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return first // sizes.d_head, end // sizes.d_head
 
     def _found(self, at: Site, ref: SiteRef, path: str) -> tuple[int, AttentionReader, BoundOp] | None:
-        """Return the last capture with all heads of a site, and the index of its stored rows; None if there is none."""
+        """Return the last capture of all heads of a site, with the index of its stored rows, or None."""
         first, end = self._heads(ref)
         kept = self._kept(at, ref, path)
         return next((each for each in kept if each[1].first <= first and end <= each[1].first + each[1].heads), None)

@@ -336,7 +336,8 @@ class Stream:
         logprobs, scores = [] if cut.logprobs is None else cut.logprobs[before:], dict[str, PartScores]()
         if (products := cut.monitored) is not None:
             for each in self._engine.monitors:
-                first = sum(len(one.scores[each.probe.name].positions) for one in self._parts)
+                sent_scores = (one.scores.get(each.probe.name) for one in self._parts)  # none may have arrived yet
+                first = sum(len(one.positions) for one in sent_scores if one is not None)
                 positions = list(range(first, len(products)))
                 scores[each.probe.name] = PartScores(positions, each.scores(products[first:]))
         return Part(cut.text[len(sent) :], cut.token_ids[before:], logprobs, scores)

@@ -818,7 +818,7 @@ class Runtime:
         return self._admitted[request].run if request in self._slot_of else None
 
     def request_of(self, run: str) -> str | None:
-        """Return the request of an unfinished run; None if there is none."""
+        """Return an unfinished run's request, or None."""
         return next((request for request, admitted in self._admitted.items() if admitted.run == run), None)
 
     def free(self, requests: Iterable[str]) -> None:

@@ -293,8 +293,7 @@ class VllmFrontEnd(Engine):
         """Create the state of a request before it is submitted. Raises `ProgramError` for scores with speculative
         decoding: vLLM confuses the rows of scored and draft tokens, and the engine would stop."""
         if request.score and self.config.speculative_config is not None:
-            message = "score is not supported with speculative decoding: use logprobs, or omit speculative_config"
-            raise ProgramError(message, "score")
+            raise ProgramError("score is not supported with speculative decoding: use logprobs instead", "score")
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
         if self.keeps_scores:
             self.monitor_log.runs[request.run] = underway.monitored

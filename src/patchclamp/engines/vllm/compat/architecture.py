@@ -88,7 +88,7 @@ def _map_of(vllm_config: VllmConfig, family: Family) -> SiteMap:
 
 
 def _family(vllm_config: VllmConfig, facts: dict[str, Any]) -> Family:
-    """Return the model's site table. Raises `ModelError`, with advice, if there is none."""
+    """Return the model's site table. Raises `ModelError`, with advice, for a model without one."""
     architectures, config = facts["architectures"], facts["config"]
     # the decoder may be one part of the model, beside a tower for images or sound
     is_nested = vllm_config.model_config.hf_config is not config
