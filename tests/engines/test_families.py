@@ -365,7 +365,7 @@ def test_qwen3_next_is_proved_on_vllm_in_the_dtype_that_it_runs_in(tmp_path):
     is_proved_in_bfloat16(of_family(tmp_path, "qwen3_next"))
 
 
-def is_proved_in_bfloat16(folder: str, **options) -> None:
+def is_proved_in_bfloat16(folder: str, worst: float = 0.25, **options) -> None:
     dtype: dict[str, Any] = {**IDS, "dtype": "bfloat16"}
     with (
         pc.LM(folder, engine="transformers", prove=False, **dtype) as hub,
@@ -376,8 +376,8 @@ def is_proved_in_bfloat16(folder: str, **options) -> None:
         ours, theirs = (m.run(PROMPTS[0], max_tokens=1, capture=lm.sites.names) for m in (lm, hub))
         for place in map(str, lm.sites.refs()):
             a, b = flat(ours[place]), flat(theirs[place])
-            # over all rows, since one may be a small sum of large numbers; another site's tensors are at least 0.14 away
-            assert (a - b).norm() <= 0.12 * b.norm(), place
+            assert worst_row(a, b) <= worst, place  # one row may be a small sum of large numbers
+            assert (a - b).norm() <= 0.12 * b.norm(), place  # another site's tensors are at least 0.14 away
 
 
 @pytest.mark.slow
