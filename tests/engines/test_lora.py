@@ -96,6 +96,19 @@ def test_an_activation_oracle_under_an_adapter(lm, hubs, adapters):
     assert not torch.allclose(runs[0][pc.logits], runs[2][pc.logits], atol=1e-3)
 
 
+def test_prompts_are_not_read_with_the_adapters_of_sampled_tokens(lm, adapters):
+    """vLLM would crash on a CPU, and on a GPU give a prompt's rows the adapters of other requests."""
+    with pytest.raises(pc.ProgramError, match="prompt_logprobs"):
+        lm.run(IDS[:20], prompt_logprobs=True)
+    with pytest.raises(pc.UnsupportedSite, match="adapters"):
+        lm.run(IDS[:20], max_tokens=1, capture=[pc.Lens(pc.resid_post[-1])])
+    program = pc.Scale(0.5, pc.mlp_out[1])
+    grades = lm.grade(IDS[:8], [[], program], score=[IDS[8:10]])
+    for graded, edits in zip(grades.logprobs[:, 0], ([], program), strict=True):
+        runs = [lm.run(IDS[:n], score=[IDS[n]], max_tokens=1, edits=edits) for n in (8, 9)]
+        assert graded == pytest.approx(sum(run.scores[IDS[n]] for run, n in zip(runs, (8, 9), strict=True)), abs=1e-4)
+
+
 def test_every_site_of_a_mixed_batch_equals_merged_weights(lm, hubs, adapters):
     """Two adapters, one that must wait for room, and none; some of each edited; in one call."""
     assert list(lm.sites.withdrawn) == ["lens"]

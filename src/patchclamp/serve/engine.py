@@ -148,7 +148,8 @@ async def lens(request: Request) -> Response:
     front, owner = caller(request)
     asked = await _read(request, wire.LensWanted)
     sites = front.engine.sites
-    if not 1 <= asked.top <= (most := min(MAX_TOP, sites.d_vocab)):
+    most = min(MAX_TOP, sites.d_vocab)
+    if not 1 <= asked.top <= most:
         raise ProgramError(f"expected a number of tokens from 1 to {most}, got {asked.top}", "top")
     for _, point, *_ in asked.wanted:
         if not 0 <= point < len(sites.points) or not sites.lens_reads(point):

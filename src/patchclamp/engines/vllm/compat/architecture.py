@@ -35,7 +35,7 @@ from patchclamp.engines.preflight import cache_folder
 from patchclamp.engines.vllm.compat import configuration
 from patchclamp.engines.vllm.compat.seams import forwards, version
 from patchclamp.errors import ModelError, Packed, pack, unpack
-from patchclamp.sites import Family, SiteMap, Sizes, family_of, has_table, sizes_of, tables
+from patchclamp.sites import LENS, Family, SiteMap, Sizes, family_of, has_table, sizes_of, tables
 from patchclamp.sites.untabled import (
     NotFound,
     Places,
@@ -84,6 +84,8 @@ def _map_of(vllm_config: VllmConfig, family: Family) -> SiteMap:
     facts = configuration.model_facts(vllm_config)
     sites = SiteMap(family, sizes_of(facts["config"], facts["d_vocab"]), facts["tensor_parallel"], facts["stages"])
     sites.no_attention = configuration.unread_attention(vllm_config, facts["config"])
+    if vllm_config.lora_config is not None:  # they apply to the rows of sampled tokens alone
+        sites.withdrawn[LENS] = "lenses are not supported with adapters: start the engine without enable_lora"
     return sites
 
 
