@@ -20,15 +20,17 @@ RIGHT = [0, 1, 2, 1]
 CUT = [pc.Scale(0.2, pc.mlp_out[1]), pc.Add(np.arange(16.0), pc.resid_post[1], pc.generated)]
 
 
-def test_scores_are_those_of_each_run():
-    result = pc.studies.evaluate(LM, SAMPLES, {"plain": None, "cut": CUT})
+@pytest.mark.parametrize("chat", [False, True])
+def test_scores_are_those_of_each_run(chat):
+    result = pc.studies.evaluate(LM, SAMPLES, {"plain": None, "cut": CUT}, chat=chat)
     assert result.values.shape == (3, 2, 4)
     for v, edits in enumerate(([], CUT)):
         for n, (sample, right) in enumerate(zip(SAMPLES, RIGHT, strict=True)):
-            ids = LM.tokens(sample["prompt"])
+            turn = [{"role": "user", "content": sample["prompt"]}]
+            ids = LM.tokens(messages=turn) if chat else LM.tokens(sample["prompt"])
             logprobs = []
             for text in sample["choices"]:
-                whole = LM.tokens(sample["prompt"] + text)
+                whole = ids + LM.tokenizer.bare(text) if chat else LM.tokens(sample["prompt"] + text)
                 # of a prompt that has both, the same edits at the tokens that would be generated
                 there = [msgspec.structs.replace(op, tokens=pc.every[len(ids) :]) if op.tokens == pc.generated else op
                          for op in edits]  # fmt: skip

@@ -191,6 +191,8 @@ class Evaluate(Study):
     variants: Annotated[Any, Arg(_variants, inputs.edits_in, many=True, option="variant")] = ((),)
     """Programs: a list, or a mapping by name, None for the unedited model. The others are compared with the first. On
     the command line, JSON, a .json file, or [] for the unedited model."""
+    chat: inputs.Flag = False
+    """Send each prompt as the user turn of a chat; a choice is then the start of the reply, tokenised alone."""
     seed: inputs.Whole = 0
     """Seed of the bootstrap over samples."""
 
@@ -202,7 +204,7 @@ class Evaluate(Study):
         items: list[Forced] = []
         for i, sample in enumerate(samples):
             try:
-                texts = [_tokens(lm, sample.prompt, text) for text in sample.texts]
+                texts = [_tokens(lm, sample.prompt, text, self.chat) for text in sample.texts]
             except PatchclampError as error:
                 raise error.under(f"samples[{i}]") from None
             items += [Forced(*both, program.edits, path=f"variants[{v}]")
@@ -229,11 +231,12 @@ class Evaluate(Study):
         )  # fmt: skip
 
 
-def _tokens(lm: LM, prompt: str, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokenise a prompt and its continuation together; spaces between them belong to the continuation."""
+def _tokens(lm: LM, prompt: str, text: str, chat: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokenise a prompt and its continuation: together, where spaces between them belong to the continuation, or as a
+    user turn and the start of its reply."""
     before = prompt.rstrip()
-    count = len(lm.tokenizer.encode(before))
-    ids = lm.tokenizer.encode(prompt + text)
+    known = lm.tokens(messages=[{"role": "user", "content": before}]) if chat else lm.tokenizer.encode(before)
+    count, ids = len(known), known + lm.tokenizer.bare(text) if chat else lm.tokenizer.encode(prompt + text)
     if not 0 < count < len(ids):
         raise TokensError(f"expected at least one token before {text!r} and in it, got {count} and {len(ids) - count}")
     return tuple(ids[:count]), tuple(ids[count:])
