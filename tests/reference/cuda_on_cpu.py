@@ -13,7 +13,7 @@ import torch
 
 from patchclamp.kernels import moves
 from patchclamp.kernels.cuda import RECORD_WORDS
-from patchclamp.plan import ProgramTable
+from patchclamp.plan import APPLY, ProgramTable
 from patchclamp.runtime import Runtime, cuda_step
 from patchclamp.runtime.cuda_step import CudaStep, CudaTables
 from patchclamp.store import host_memory
@@ -76,15 +76,17 @@ class _Kernel:
 
     @staticmethod
     def site(tables: Tables, point: int, hidden: torch.Tensor, residual: Any, kept: torch.Tensor, base: int,
-             sampled: bool) -> None:  # fmt: skip
+             sampled: bool, phase: int = 0) -> None:  # fmt: skip
         records = tables.records.reshape(-1, RECORD_WORDS)
         for out in range(len(hidden)):
             row = int(tables.row_of_sample[out]) if sampled else out
             slot, position = int(tables.slot_of_row[row]), int(tables.position_of_row[row])
             at = slot * (tables.points + 1) + point
+            codes = 0
             for number in range(tables.first[at], tables.first[at + 1]) if slot else ():
                 start, stop, kind = records[number, :3]
-                if not start <= position < stop:
+                codes += kind == APPLY
+                if not start <= position < stop or kind == APPLY or codes != phase:
                     continue
                 assert kind == 0, "only captures are carried out here"
                 dtype = DTYPES[int(records[number, 6:7].view(np.float32)[0])]

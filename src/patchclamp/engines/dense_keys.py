@@ -77,8 +77,8 @@ class DenseKeys:
         key_BKSE, _, facts = self._held[point]
         return scores(query_BNHE, self._read(key_BKSE, slots, count), position_BN, facts, first, heads)
 
-    def values(self, point: int, slot: int, count: int) -> torch.Tensor:
-        return self._read(self._held[point][1], [slot], count)[0]
+    def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
+        return self._read(self._held[point][1], slots, count)
 
     def _read(self, key_BKSE: torch.Tensor, slots: list[int], count: int) -> torch.Tensor:
         """Return the keys or values of the first `count` positions."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import torch
+
+from patchclamp.kernels.transfer import to_device
 
 
 class AttentionFacts(msgspec.Struct, frozen=True):
@@ -88,72 +91,87 @@ class PatternEdit(msgspec.Struct, frozen=True):
 
     first: int
     end: int
-    queries: torch.Tensor
-    keys: torch.Tensor | None
+    queries: np.ndarray
+    keys: np.ndarray | None
     factor: float | None
     rows: torch.Tensor | None = None
 
-    def of_heads(self, first: int, heads: int) -> slice:
-        """Return the edited heads among the `heads` heads starting at `first`, as indices relative to `first`."""
-        return slice(max(self.first - first, 0), max(min(self.end - first, heads), 0))
+    def of_heads(self, first: int, heads: int) -> tuple[int, int]:
+        """Return the bounds of the edited heads among the `heads` heads starting at `first`, relative to `first`."""
+        begin = max(self.first - first, 0)
+        return begin, max(min(self.end - first, heads), begin)
 
-    def is_query(self, position_N: torch.Tensor) -> torch.Tensor:
+    def is_query(self, position_N: np.ndarray) -> np.ndarray:
         """Return a mask of the edited queries, [N]."""
         return _within(position_N, self.queries)[0]
 
-    def where(self, position_N: torch.Tensor, length: int) -> torch.Tensor:
+    def where(self, position_N: np.ndarray, length: int) -> np.ndarray:
         """Return a mask of the edited query-key pairs, [N, 1, T]."""
         is_query_N11 = self.is_query(position_N)[:, None, None]
         if self.keys is None:
-            return is_query_N11.expand(-1, 1, length)
-        return is_query_N11 & _within(torch.arange(length, device=position_N.device), self.keys)[0]
+            return np.broadcast_to(is_query_N11, (len(position_N), 1, length))
+        return is_query_N11 & _within(np.arange(length), self.keys)[0]
 
-    def row_of(self, position_N: torch.Tensor) -> torch.Tensor:
+    def row_of(self, position_N: np.ndarray) -> np.ndarray:
         """Return each query's index into `rows`, [N]; 0 for other positions."""
         is_query_N, range_N = _within(position_N, self.queries)
         begin_N, _, row_N, step_N = self.queries[range_N].T
-        return torch.where(is_query_N, row_N + (position_N - begin_N) * step_N, 0)
+        return np.where(is_query_N, row_N + (position_N - begin_N) * step_N, 0)
 
 
-def _within(position_N: torch.Tensor, ranges_RX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _within(position_N: np.ndarray, ranges_RX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return a mask of the positions within ascending ranges, and each position's range index; both [N]."""
-    range_N = torch.bucketize(position_N, ranges_RX[:, 0].contiguous(), right=True).sub(1).clamp(min=0)
+    range_N = np.maximum(np.searchsorted(ranges_RX[:, 0], position_N, side="right") - 1, 0)
     begin_N, end_N = ranges_RX[range_N, 0], ranges_RX[range_N, 1]
     return (begin_N <= position_N) & (position_N < end_N), range_N
 
 
+def removed_edges(
+    position_BN: np.ndarray, edits_B: Sequence[Sequence[PatternEdit]], first: int, heads: int, length: int
+) -> np.ndarray:
+    """Return a mask of the query-key pairs that requests' knockouts remove, [B, N, H, T]; H is 1 if it is the same for
+    all `heads` heads starting at `first`."""
+    knockouts = [(b, edit, edit.of_heads(first, heads)) for b, edits in enumerate(edits_B) for edit in edits
+                 if edit.factor is None]  # fmt: skip
+    is_same = all(part == (0, heads) for *_, part in knockouts)
+    removed_BNHT = np.zeros((*position_BN.shape, 1 if is_same else heads, length), bool)
+    for b, edit, (begin, end) in knockouts:
+        removed_BNHT[b, :, begin:end] |= edit.where(position_BN[b], length)
+    return removed_BNHT
+
+
 def edited(
-    scores_NHT: torch.Tensor, position_N: torch.Tensor, edits: Sequence[PatternEdit], facts: AttentionFacts, first: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply edits to one request's pattern. Returns the pattern [N, H, T] and a mask of the changed rows [N, H].
+    scores_BNHT: torch.Tensor, position_BN: np.ndarray, edits_B: Sequence[Sequence[PatternEdit]],
+    removed_BNHT: torch.Tensor, facts: AttentionFacts, first: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Apply each request's edits to its pattern. Returns the patterns [B, N, H, T] and a mask of the changed rows
+    [B, N, H]. `removed_BNHT`: `removed_edges`.
 
     Keys are removed first, before the softmax; other edits follow in order. Rows without remaining keys are NaN, as
     are new probabilities of keys that a query cannot see.
     """
-    sees_NHT, (length, heads) = scores_NHT > -torch.inf, scores_NHT.shape[:0:-1]
-    touched_NH = torch.zeros_like(sees_NHT[..., 0])
-    removed_NHT = torch.zeros_like(sees_NHT)
-    for edit in edits:
-        if edit.factor is None:
-            removed_NHT[:, edit.of_heads(first, heads)] |= edit.where(position_N, length)
-    removed_NHT &= sees_NHT
-    touched_NH |= removed_NHT.any(-1)
-    found_NHT = pattern(scores_NHT.masked_fill(removed_NHT, -torch.inf)[None], facts, first)[0]
-    blind_NH = touched_NH & (removed_NHT == sees_NHT).all(-1)
-    found_NHT = found_NHT.masked_fill(blind_NH[..., None], torch.nan)
-    for edit in edits:
-        if edit.factor is None:
-            continue
-        part = edit.of_heads(first, heads)
-        where_NHT = edit.where(position_N, length) & (sees_NHT[:, part] | (edit.rows is not None))
-        old_NHT = found_NHT[:, part]
-        if edit.rows is None:
-            new_NHT = edit.factor * old_NHT
-        else:
-            row_NT = torch.nn.functional.pad(edit.rows[edit.row_of(position_N)], (0, length - edit.rows.shape[1]))
-            new_NHT = edit.factor * row_NT[:, None].masked_fill(~sees_NHT[:, part] & (row_NT[:, None] != 0), torch.nan)
-            if edit.factor != 1.0:
-                new_NHT = new_NHT + (1 - edit.factor) * old_NHT
-        found_NHT[:, part] = torch.where(where_NHT, new_NHT, old_NHT)
-        touched_NH[:, part] |= where_NHT.any(-1)
-    return found_NHT, touched_NH
+    sees_BNHT, (heads, length) = scores_BNHT > -torch.inf, scores_BNHT.shape[2:]
+    removed_BNHT = removed_BNHT & sees_BNHT
+    touched_BNH = removed_BNHT.any(-1)
+    found_BNHT = pattern(scores_BNHT.masked_fill(removed_BNHT, -torch.inf), facts, first)
+    blind_BNH = touched_BNH & (removed_BNHT == sees_BNHT).all(-1)
+    found_BNHT = found_BNHT.masked_fill(blind_BNH[..., None], torch.nan)
+    for b, edits in enumerate(edits_B):
+        for edit in edits:
+            if edit.factor is None:
+                continue
+            begin, end = edit.of_heads(first, heads)
+            sees_NHT, old_NHT = sees_BNHT[b, :, begin:end], found_BNHT[b, :, begin:end]
+            where_N1T = to_device(edit.where(position_BN[b], length).copy(), found_BNHT.device)
+            if edit.rows is None:
+                where_NHT, new_NHT = where_N1T & sees_NHT, edit.factor * old_NHT
+            else:
+                row_N = to_device(edit.row_of(position_BN[b]), found_BNHT.device)
+                row_N1T = torch.nn.functional.pad(edit.rows[row_N], (0, length - edit.rows.shape[1]))[:, None]
+                where_NHT = where_N1T.expand_as(old_NHT)
+                new_NHT = edit.factor * row_N1T.masked_fill(~sees_NHT & (row_N1T != 0), torch.nan)
+                if edit.factor != 1.0:
+                    new_NHT = new_NHT + (1 - edit.factor) * old_NHT
+            found_BNHT[b, :, begin:end] = torch.where(where_NHT, new_NHT, old_NHT)
+            touched_BNH[b, :, begin:end] |= where_NHT.any(-1)
+    return found_BNHT, touched_BNH

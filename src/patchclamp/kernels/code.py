@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from patchclamp.errors import EngineError, RunError, TokensError, UnsupportedSite
+from patchclamp.errors import EngineError, RunError
 from patchclamp.plan.bind import Code
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def check_outside() -> None:
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
     """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
-    Raises `TokensError` and `UnsupportedSite` from the code unchanged, and `RunError` for its other exceptions and for
-    results of the wrong shape.
+    Raises `RunError` for an exception of the code, and for a result of the wrong shape.
     """
     import torch
 
@@ -50,8 +49,6 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                     f"expected a result tensor {list(rows.shape)}, got {list(result.shape)}, {result.layout}"
                 )
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
-    except (TokensError, UnsupportedSite) as error:  # raised by an attention edit
-        raise error.under(code.path) from error
     except BaseException as error:  # even SystemExit must not end the engine
         raise RunError(f"{code.what} raised {type(error).__name__}{_text_of(error)}", code.path) from error
     finally:

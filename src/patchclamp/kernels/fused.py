@@ -9,7 +9,7 @@ h' = round(s − r') is as exact as a pair can be (TwoSum; Knuth, TAOCP 2, 4.2.2
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,22 @@ from patchclamp.plan import (
 from patchclamp.plan.step import RowLabels
 from patchclamp.plan.table import columns_of, named
 
-CodeRunner = Callable[[int, torch.Tensor, int, np.ndarray], torch.Tensor | None]
+
+class CodeRunner(Protocol):
+    """Runs code at a point."""
+
+    def run_code(self, number: int, rows_NW: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
+        """Run a request's code, by number, on rows at positions [N]. Returns the new rows; None if it failed."""
+        ...
+
+    def edit_attention(
+        self, numbers: list[int], rows_MW: torch.Tensor, point: int, positions: list[np.ndarray], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Run the attention edits of several requests, whose numbers are negative, on the rows of all. Returns the new
+        rows, finite in `dtype`."""
+        ...
+
+
 Late = list[tuple[np.ndarray, torch.Tensor]]
 """Slots [n], and a mask of the slots whose edits were finite, bool [n] on the device."""
 
@@ -61,7 +76,7 @@ def apply(
     """Apply a point's records to the rows in place; writes captured rows to `kept_K` and stored rows to `bank_B`.
 
     token_R: the rows' token ids, if any record needs them
-    code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
+    code: runs an `Apply`'s function, and edits of attention
     bits_R: the rows' bits, int64, zero when a step begins, if any record needs them
 
     A row whose edits are not finite in the tensor's dtype is left unchanged, since cached keys and values would spread
@@ -112,7 +127,7 @@ def apply(
                 matched[some] = _match(token_R[_on(token_R, at[some])], alike, bank_B)
             elif kind == APPLY:
                 assert code is not None, "a record runs code, but the engine passed none"
-                broken[some] |= ~_run(h_AW, some, alike, point, position[some], code)
+                broken[some] |= ~_run(h_AW, some, alike, point, position[some], code, hidden_RW.dtype)
             else:
                 _edit(int(kind), h_AW, some, alike, position[some], bank_B)
     write = np.flatnonzero(edited & ~broken)
@@ -248,15 +263,23 @@ def _tested(h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, bank_B: t
 
 
 def _run(
-    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: CodeRunner
-) -> np.ndarray:
-    """Run each record's code on the record's rows; returns a mask of the rows where the code succeeded."""
-    done = np.zeros(len(index), bool)
-    for number, columns in np.unique(records[["value", "columns"]]).tolist():
+    h_AW: torch.Tensor, index: np.ndarray, records: np.ndarray, point: int, position: np.ndarray, code: CodeRunner,
+    dtype: torch.dtype,
+) -> np.ndarray:  # fmt: skip
+    """Run each record's code on the record's rows; returns a mask of the rows where the code succeeded. `dtype`: the
+    tensor's."""
+    done = records["value"] < 0
+    if done.any():
+        numbers, first = np.unique(records["value"][done], return_index=True)
+        order = np.argsort(first)
+        positions = np.split(position[done], np.sort(first)[1:])
+        at_A = _on(h_AW, index[done])
+        h_AW[at_A] = code.edit_attention(numbers[order].tolist(), h_AW[at_A], point, positions, dtype)
+    for number, columns in np.unique(records[~done][["value", "columns"]]).tolist():
         some = (records["value"] == number) & (records["columns"] == columns)
         at_A = _on(h_AW, index[some])
         within = torch.arange(h_AW.shape[1], device=h_AW.device)[columns_of(records[some][0])]
-        result = code(number, h_AW[at_A[:, None], within], point, position[some])
+        result = code.run_code(number, h_AW[at_A[:, None], within], point, position[some])
         if result is not None:
             h_AW[at_A[:, None], within], done[some] = result, True
     return done

@@ -1,22 +1,24 @@
 """Attention that programs read and edit, computed from a step's queries and the engine's cached keys and values.
 
-Reads are computed at the end of a step. Edits act in a layer right after its attention: they replace the results of the
-queries that they change with results computed from the edited pattern.
+Reads are computed at the end of a step. Edits act in a layer right after its attention, for all requests at once: they
+replace the results of the queries that they change with results computed from the edited pattern.
 
-B requests · N queries each · T key positions · H query heads · K key/value heads · E head size · M edited queries
+B requests · N queries each · T key positions · H query heads · K key/value heads · G query heads per key/value head
+E head size · M rows of all requests
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from patchclamp.errors import TokensError, UnsupportedSite
-from patchclamp.kernels.attention import AttentionFacts, PatternEdit, edited, pattern
+from patchclamp.errors import PatchclampError, TokensError, UnsupportedSite, as_patchclamp_error
+from patchclamp.kernels.attention import AttentionFacts, PatternEdit, edited, pattern, removed_edges
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan.bound import AttentionReader
 
@@ -42,9 +44,9 @@ class Keys(Protocol):
         """Return the scores of queries over their requests' first `count` positions (`kernels.attention.scores`)."""
         ...
 
-    def values(self, point: int, slot: int, count: int) -> torch.Tensor:
-        """Return the values of a request's first `count` positions, [T, K, E]; arbitrary where no query of the step
-        sees them."""
+    def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
+        """Return the values of the requests' first `count` positions, [B, T, K, E]; arbitrary where no query of the
+        step sees them."""
         ...
 
 
@@ -85,10 +87,14 @@ class AttentionReading:
                 self._reader.heads, int(position.max()) + 1,
             )  # fmt: skip
             if self._reader.site == "pattern":
-                scores_BNHT, found_BNHT = found_BNHT, pattern(found_BNHT, facts, self._reader.first)
-                for b, slot in enumerate(of.slot[some].tolist() if edits else ()):
-                    if own := edits.get((slot, of.point)):
-                        found_BNHT[b], _ = edited(scores_BNHT[b], position_BN[b], own, facts, self._reader.first)
+                own = [edits.get((slot, of.point), ()) for slot in of.slot[some].tolist()] if edits else []
+                if any(own):
+                    position = np.broadcast_to(position, index.shape)
+                    removed = removed_edges(position, own, self._reader.first, *found_BNHT.shape[2:])
+                    removed_BNHT = to_device(removed, rows_NW.device)
+                    found_BNHT, _ = edited(found_BNHT, position, own, removed_BNHT, facts, self._reader.first)
+                else:
+                    found_BNHT = pattern(found_BNHT, facts, self._reader.first)
             found[index_BN] = self._kept(found_BNHT)
         return found
 
@@ -125,58 +131,163 @@ class AttentionReading:
 MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a result computed again, relative
 
 
-class EditedAttention:
-    """One request's attention edits in one layer, as code at two points: the first stores the queries, the second edits
-    the attention result."""
+class EditedAttention(NamedTuple):
+    """One request's attention edits in one layer, by the point of its queries."""
 
-    def __init__(self, point: int, slot: int, heads: int, edits: Sequence[PatternEdit], keys: Keys) -> None:
-        self._point, self._slot, self._heads, self._edits, self._keys = point, slot, heads, edits, keys
-        self._first, self._end = min(edit.first for edit in edits), max(edit.end for edit in edits)
-        self._held: dict[int, torch.Tensor] = {}  # queries, by the first position of a range
+    run: str
+    path: str
+    point: int
+    slot: int
+    edits: Sequence[PatternEdit]
 
-    def hold(self, rows_NW: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hold queries until their attention is computed."""
-        self._held[int(positions[0])] = rows_NW
-        return rows_NW
+    def chosen(self, position_N: np.ndarray) -> np.ndarray:
+        """Return the indices of the edited queries."""
+        return np.flatnonzero(np.any([edit.is_query(position_N) for edit in self.edits], 0))
 
-    def change(self, rows_NZ: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the attention result, with edited rows recomputed from their pattern. Raises `TokensError` if a query
-        sees no keys or not all of a row, `UnsupportedSite` if pattern times values is not the engine's result."""
-        first, count, heads = int(positions[0]), int(positions[-1]) + 1, self._end - self._first
-        query_NHE = self._held.pop(first).view(len(rows_NZ), self._heads, -1)
-        edited_M = torch.stack([edit.is_query(positions) for edit in self._edits]).any(0).nonzero()[:, 0]
-        if not len(edited_M):
-            return rows_NZ
-        keys, new_NHE = self._keys, rows_NZ.clone().view(len(rows_NZ), self._heads, -1)
-        facts, cached_TKE = keys.facts(self._point), keys.values(self._point, self._slot, count)
-        group = self._heads // cached_TKE.shape[1]  # heads that read one value
-        low, high = self._first // group, (self._end - 1) // group + 1
-        value_TKE = cached_TKE[:, low:high].float()
-        seen_from = max(first - facts.window + 1, 0) if facts.window else 0
-        value_TKE[:seen_from] = 0  # of blocks that may be free already
-        value_THE = value_TKE.repeat_interleave(group, 1)[:, self._first - low * group :][:, :heads]
-        for part in edited_M.split(max(MAX_SCORES // (heads * count), 1)):
-            position, out_NHE = positions[part], new_NHE[part, self._first : self._end]
-            [found_NHT] = keys.scores(
-                self._point, [self._slot], query_NHE[part][None], position[None], self._first, heads, count
-            )
-            self._check(found_NHT[-1:], facts, value_THE, out_NHE[-1], cached_TKE.dtype)
-            pattern_NHT, touched_NH = edited(found_NHT, position, self._edits, facts, self._first)
-            blind_NH = pattern_NHT.isnan().any(2) & ~found_NHT.isnan().any(2)
-            if bool((blind_N := blind_NH.any(1)).any()):
-                raise TokensError(f"the token at position {int(position[blind_N][0])} sees no key, or not all of a row")
-            result_NHE = torch.einsum("nht,the->nhe", pattern_NHT, value_THE)
-            new_NHE[part, self._first : self._end] = torch.where(touched_NH[..., None], result_NHE, out_NHE)
-        return new_NHE.flatten(1)
 
-    def _check(
-        self, scores_1HT: torch.Tensor, facts: AttentionFacts, value_THE: torch.Tensor, engines_HE: torch.Tensor,
+class _Checked(NamedTuple):
+    """Checks of a batch's results: the positions [B, N]; and on the device the results' finiteness and blind queries
+    [B, N], and the size of each request's last unedited result and of its error [B]."""
+
+    edited: list[EditedAttention]
+    position_BN: np.ndarray
+    finite_BN: torch.Tensor
+    blind_BN: torch.Tensor
+    size_B: torch.Tensor
+    error_B: torch.Tensor
+    max_error: float
+
+
+class AttentionEdits:
+    """Edits the attention of a step, one layer at a time: stores a layer's queries, and edits its attention results
+    once they are computed. Does not wait for the device before `failures`."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._queries: dict[int, torch.Tensor] = {}  # [M, H, E], by point
+        self._removed: dict[Any, torch.Tensor] = {}  # `removed_edges`, shared by layers
+        self._checked: list[_Checked] = []
+        self._failed: list[tuple[EditedAttention, PatchclampError]] = []
+
+    def store_queries(self, point: int, query_MHE: torch.Tensor) -> None:
+        """Store the queries of the requests with edits in a layer."""
+        self._queries[point] = query_MHE
+
+    def change(
+        self, edited: Sequence[EditedAttention], rows_MZ: torch.Tensor, positions: Sequence[np.ndarray],
         dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return a layer's attention results, with edited rows recomputed from their pattern. `positions`: each
+        request's, in the rows' order; `dtype`: in which rows must be finite. Rows that fail a check do not change."""
+        query_MHE = self._queries.pop(edited[0].point)
+        new_MHE = rows_MZ.clone().view(*query_MHE.shape[:2], -1)
+        begins = np.cumsum([0, *map(len, positions)])
+        chosen = [each.chosen(position) for each, position in zip(edited, positions, strict=True)]
+        for some, rows in self._batches(edited, positions, chosen, query_MHE.shape[1]):
+            index_BN = to_device(np.stack([begins[b] + chosen[b][rows] for b in some]), new_MHE.device)
+            position_BN = np.stack([positions[b][chosen[b][rows]] for b in some])
+            begin_B = np.array([positions[b][0] for b in some])
+            of = [edited[b] for b in some]
+            try:
+                self._change(of, query_MHE, new_MHE, index_BN, position_BN, begin_B, dtype)
+            except Exception:  # of one request, which fails alone
+                for i, each in enumerate(of):
+                    row = slice(i, i + 1)
+                    try:
+                        self._change([each], query_MHE, new_MHE, index_BN[row], position_BN[row], begin_B[row], dtype)
+                    except Exception as error:
+                        self._failed.append((each, as_patchclamp_error(error).under(each.path)))
+        return new_MHE.flatten(1)
+
+    def _batches(
+        self, edited: Sequence[EditedAttention], positions: Sequence[np.ndarray], chosen: Sequence[np.ndarray],
+        heads: int,
+    ) -> Iterator[tuple[list[int], slice]]:  # fmt: skip
+        """Yield batches: requests with equally many edited queries, and a range of these queries."""
+        width = self._keys.width(edited[0].point)
+        by_count: dict[int, list[int]] = {}
+        for b, rows in enumerate(chosen):
+            if len(rows):
+                by_count.setdefault(len(rows), []).append(b)
+        for count, group in by_count.items():
+            group.sort(key=lambda b: int(positions[b][-1]))
+            while group:
+                length = int(positions[group[-1]][-1]) + 1
+                most = max(min(MAX_SCORES // (heads * length * count), MAX_KEYS // (length * width)), 1)
+                queries = max(MAX_SCORES // (heads * length), 1)
+                for first in range(0, count, queries):
+                    yield group[-most:], slice(first, first + queries)
+                del group[-most:]
+
+    def _change(
+        self, edited_B: list[EditedAttention], query_MHE: torch.Tensor, new_MHE: torch.Tensor, index_BN: torch.Tensor,
+        position_BN: np.ndarray, begin_B: np.ndarray, dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """Check that a query's unedited pattern reproduces the engine's result."""
-        result_HE = torch.einsum("ht,the->he", pattern(scores_1HT[None], facts, self._first)[0, 0], value_THE)
-        error, size = float((result_HE - engines_HE).norm()), float(engines_HE.norm())  # 0 if a program zeroes v
-        if math.isfinite(size) and not error <= MAX_ERROR[dtype] * size:
-            raise UnsupportedSite(
-                f"attention output does not equal pattern × values (error {error:.1g}, norm {size:.1g}): edit z"
-            )
+        """Change one batch's rows of `new_MHE`. `begin_B`: the first position of each request in this step."""
+        point, slots = edited_B[0].point, [each.slot for each in edited_B]
+        facts, device, count = self._keys.facts(point), new_MHE.device, int(position_BN.max()) + 1
+        cached_BTKE = self._keys.values(point, slots, count)
+        group = query_MHE.shape[1] // cached_BTKE.shape[2]
+        low = min(edit.first for each in edited_B for edit in each.edits) // group
+        high = (max(edit.end for each in edited_B for edit in each.edits) - 1) // group + 1
+        first, heads = low * group, (high - low) * group
+        end_BN = to_device(position_BN, device)
+        at_T, last_B = torch.arange(count, device=device), end_BN[:, -1:]
+        seen_BT = at_T <= last_B
+        if facts.window:
+            # blocks of earlier positions may be free
+            seen_BT &= at_T > to_device(begin_B, device)[:, None] - facts.window
+        value_BTKE = cached_BTKE[:, :, low:high].float().masked_fill(~seen_BT[..., None, None], 0)
+        found_BNHT = self._keys.scores(point, slots, query_MHE[index_BN], end_BN, first, heads, count)
+        own = [each.edits for each in edited_B]
+        key = position_BN.tobytes(), position_BN.shape, first, heads, *map(id, itertools.chain(*own)), *map(len, own)
+        if key not in self._removed:
+            self._removed[key] = to_device(removed_edges(position_BN, own, first, heads, count), device)
+        pattern_BNHT, touched_BNH = edited(found_BNHT, position_BN, own, self._removed[key], facts, first)
+        old_BNHE = new_MHE[index_BN][:, :, first : first + heads]
+        result_BNHE = _results(pattern_BNHT, value_BTKE)
+        exact_BHE = _results(pattern(found_BNHT[:, -1:], facts, first), value_BTKE)[:, 0]
+        size_B, error_B = old_BNHE[:, -1].flatten(1).norm(dim=1), (exact_BHE - old_BNHE[:, -1]).flatten(1).norm(dim=1)
+        max_error = MAX_ERROR[cached_BTKE.dtype]
+        blind_BN = (pattern_BNHT.isnan().any(-1) & ~found_BNHT.isnan().any(-1)).any(-1)
+        finite_BN = torch.where(touched_BNH[..., None], result_BNHE, 0).to(dtype).isfinite().flatten(2).all(-1)
+        right_B = ~size_B.isfinite() | (error_B <= max_error * size_B)
+        good_BN = right_B[:, None] & finite_BN
+        changed_BNHE = torch.where(touched_BNH[..., None] & good_BN[..., None, None], result_BNHE, old_BNHE)
+        new_MHE[:, first : first + heads].index_copy_(0, index_BN.flatten(), changed_BNHE.flatten(0, 1))
+        self._checked.append(_Checked(edited_B, position_BN, finite_BN, blind_BN, size_B, error_B, max_error))
+
+    def failures(self) -> Iterator[tuple[EditedAttention, PatchclampError | None]]:
+        """End the step. Wait for its checks, and yield the edits that failed one, with the error: `TokensError` if a
+        query sees no keys or not all of a row, `UnsupportedSite` if pattern times values is not the engine's result,
+        None if a result is not finite."""
+        yield from self._failed
+        checked, self._checked, self._failed = self._checked, [], []
+        self._queries.clear()
+        self._removed.clear()
+        found = [torch.cat([each.finite_BN, each.blind_BN, each.size_B[:, None], each.error_B[:, None]], 1).flatten()
+                 for each in checked]  # fmt: skip
+        numbers = torch.cat(found).cpu().numpy() if found else np.zeros(0)
+        for each in checked:
+            count = each.position_BN.shape[1]
+            rows = numbers[: len(each.edited) * (2 * count + 2)].reshape(len(each.edited), -1)
+            numbers = numbers[rows.size :]
+            for one, position_N, row in zip(each.edited, each.position_BN, rows, strict=True):
+                finite_N, blind_N, (size, error) = row[:count] > 0, row[count : 2 * count] > 0, row[-2:]
+                if math.isfinite(size) and not error <= each.max_error * size:  # 0 if a program zeroes v
+                    gap = f"error {error:.1g}, norm {size:.1g}"
+                    yield (
+                        one,
+                        UnsupportedSite(f"attention output does not equal pattern × values ({gap}): edit z", one.path),
+                    )
+                elif blind_N.any():
+                    at = int(position_N[blind_N][0])
+                    yield one, TokensError(f"the token at position {at} sees no key, or not all of a row", one.path)
+                elif not finite_N.all():
+                    yield one, None
+
+
+def _results(pattern_BNHT: torch.Tensor, value_BTKE: torch.Tensor) -> torch.Tensor:
+    """Return attention results, [B, N, H, E]."""
+    groups_BNKGT = pattern_BNHT.unflatten(2, (value_BTKE.shape[2], -1))
+    return torch.einsum("bnkgt,btke->bnkge", groups_BNKGT, value_BTKE).flatten(2, 3)

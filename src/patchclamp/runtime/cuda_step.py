@@ -34,6 +34,7 @@ from patchclamp.errors import ModelError
 from patchclamp.kernels import cuda, fused, moves
 from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
+from patchclamp.kernels.transfer import to_device
 from patchclamp.language.values import DTYPES
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
 from patchclamp.plan.bound import LATCHES, MAX_RANK, NEVER
@@ -655,7 +656,12 @@ class CudaStep:
         bad: list[int] = []
         for phase, phase_calls in enumerate(calls):
             cuda.site(*arguments, phase)
+            together, alone = [], []
             for n, records in phase_calls:
+                (together if named(records[-1:], APPLY)["code"][0] < 0 else alone).append((n, records))
+            if together:
+                self._edit_attention(point, together, hidden_RW)
+            for n, records in alone:
                 bad += self._run(point, n, records, hidden_RW, residual_RW, sampled)
         cuda.site(*arguments, len(calls))
         return np.array(bad, np.int64)
@@ -678,6 +684,19 @@ class CudaStep:
                     phases[phase].append((n, records[at - has_match : at + 1]))
         return phases if any(phases) else []
 
+    def _edit_attention(self, point: int, calls: list[tuple[int, np.ndarray]], hidden_RW: torch.Tensor) -> None:
+        """Run the attention edits of several requests on their rows."""
+        assert self.code is not None
+        batch, numbers, rows, positions = self._batch, list[int](), list[np.ndarray](), list[np.ndarray]()
+        for n, records in calls:
+            record, first = named(records[-1:], APPLY)[0], batch.position[n] + self._steps
+            positions.append(np.arange(max(record["start"], first), min(record["stop"], first + batch.count[n])))
+            rows.append(positions[-1] - first + batch.row[n])
+            numbers.append(int(record["code"]))
+        row_A = to_device(np.concatenate(rows), hidden_RW.device)
+        h_AW = fused.join(hidden_RW, None, row_A)
+        fused.split(hidden_RW, None, row_A, self.code.edit_attention(numbers, h_AW, point, positions, hidden_RW.dtype))
+
     def _run(
         self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
         sampled: bool,
@@ -697,7 +716,7 @@ class CudaStep:
             return []
         row_A = torch.from_numpy(np.array([n]) if sampled else rows[holds]).to(hidden_RW.device)
         h_AW, columns = fused.join(hidden_RW, residual_RW, row_A), columns_of(record)
-        result = self.code(int(record["code"]), h_AW[:, columns], point, position[holds])
+        result = self.code.run_code(int(record["code"]), h_AW[:, columns], point, position[holds])
         if result is None:
             return []
         new_AW = h_AW.clone()

@@ -77,7 +77,7 @@ class Step(Protocol):
 
     unit: the unit of captured sizes in plans, `NUMBERS` or `BYTES`
     recording: True while a graph is recorded, so that every tap launches
-    code: runs code, by index, on rows [n, W] at a point and at positions [n]; returns None if it failed
+    code: runs code at a point
     encode: reads features or attention of rows [n, W], by the reading's index
     """
 

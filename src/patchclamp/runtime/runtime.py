@@ -57,7 +57,7 @@ from patchclamp.plan.bound import (
 from patchclamp.plan.room import Placement, resident_name
 from patchclamp.plan.step import NUMBERS, PlannedCaptures
 from patchclamp.plan.table import records_of_alike, shape_of
-from patchclamp.runtime.attention import AttentionReading, EditedAttention, Keys, Queries
+from patchclamp.runtime.attention import AttentionEdits, AttentionReading, EditedAttention, Keys, Queries
 from patchclamp.runtime.dictionaries import Dictionaries, Reading
 from patchclamp.runtime.host_step import Bank, HostStep, Step
 from patchclamp.runtime.op import AtWork
@@ -449,6 +449,8 @@ class Runtime:
         self._acts = b""  # `plan.active` as bytes, one per point
         self._token_bytes: collections.Counter[int] = collections.Counter()  # admitted programs, by their `token_bytes`
         self._code: dict[int, tuple[str, Code]] = {}  # by number: the run and its code
+        self._attention: dict[int, EditedAttention] = {}  # by number, negative
+        self._edits: AttentionEdits | None = None  # of the current step
         self._code_of: dict[str, list[int]] = {}
         self._code_stop: dict[str, int] = {}  # by the engine's name of a request: the stop of its code
         self.monitor: AtWork | None = None  # reads the rows of every step
@@ -460,7 +462,7 @@ class Runtime:
     def use(self, step: Step) -> None:
         """Execute steps with this executor from now on."""
         self.step = step
-        step.code, step.encode = self.run_code, self.encode
+        step.code, step.encode = self, self.encode
 
     # -- vectors and results, between steps
 
@@ -470,8 +472,8 @@ class Runtime:
         if code:
             self._code_of.setdefault(run, []).extend(code)
 
-    def run_code(self, number: int, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
-        """Run code on rows [n, W] at a point and at positions [n]. An exception becomes the run's error; from then on
+    def run_code(self, number: int, rows_NW: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
+        """Run code on rows at a point and at positions [N]. An exception becomes the run's error; from then on
         the result is None.
 
         Such runs are not counted in `failures`, because programs with code share no cached blocks.
@@ -480,10 +482,33 @@ class Runtime:
         if run in self._code_errors:
             return None
         try:
-            return call(code, rows, point, position)
+            return call(code, rows_NW, point, position)
         except PatchclampError as error:
             self._code_errors[run] = pack(error)
             return None
+
+    def edit_attention(
+        self, numbers: list[int], rows_MW: torch.Tensor, point: int, positions: list[np.ndarray], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Store rows that are a layer's queries, and edit rows that are its attention results (`AttentionEdits`).
+        `numbers`: the edits of each request, at `positions`."""
+        edited = [self._attention[number] for number in numbers]
+        if self._edits is None:
+            assert self.keys is not None
+            self._edits = AttentionEdits(self.keys)
+        if point == edited[0].point:
+            self._edits.store_queries(point, rows_MW.view(len(rows_MW), self._heads(point), -1))
+            return rows_MW
+        return self._edits.change(edited, rows_MW, positions, dtype)
+
+    def _collect_edits(self, edits: AttentionEdits) -> None:
+        """Fail the runs whose attention edits failed a check in this step."""
+        for edited, error in edits.failures():
+            if error is None:
+                [z] = self.sites.resolve(Site("z", self.sites.points[edited.point].layer))
+                self.fail([edited.slot], not_finite(self.sites.label(z.point)))
+            else:
+                self._code_errors.setdefault(edited.run, pack(error))
 
     @torch.inference_mode()
     def encode(self, number: int, rows_NW: torch.Tensor, queries: Queries) -> torch.Tensor:
@@ -537,7 +562,7 @@ class Runtime:
             "failures": self.failures,
             "runs": len(self.store),
             "captured_bytes": self.store.bytes,
-            "code": len(self._code),
+            "code": len(self._code) + len(self._attention),
             "steps_planned": self.steps_planned,
         }
 
@@ -679,14 +704,12 @@ class Runtime:
                 begin, width = addresses[action.rows]
                 count = max(row + (stop - start - 1) * step for start, stop, row, step in op.ranges) + 1
                 rows = self.bank.data[begin : begin + count * width].view(count, width)
+            queries, keys = np.array(op.ranges), np.array(action.keys) if action.keys else None
+            by_heads: dict[tuple[int, int], PatternEdit] = {}  # layers share what is computed from an edit
             for point in op.points:
                 first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, int(self.widths[point]))
-                queries, keys = (
-                    torch.tensor(ranges, device=self.bank.data.device) if ranges else None
-                    for ranges in (op.ranges, action.keys)
-                )
-                assert queries is not None
-                edit = PatternEdit(first // size, end // size, queries, keys, action.factor, rows)
+                heads = first // size, end // size
+                edit = by_heads.setdefault(heads, PatternEdit(*heads, queries, keys, action.factor, rows))
                 edits[point].append(edit)
         return edits
 
@@ -700,15 +723,11 @@ class Runtime:
             mine = [op for op in ops if isinstance(op.action, Attended) and point in op.points]
             # one call for all queries of a step, and those between: each call reads all keys
             ranges = (PositionRange(min(op.ranges[0].start for op in mine), max(op.ranges[-1].stop for op in mine)),)
-            edited = EditedAttention(point, arrival.placement.slot, self._heads(point), edits, self.keys)
             [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
-            for at, function in ((point, edited.hold), (z.point, edited.change)):
-                number = next(code_numbers)
-                self.hold_code(
-                    arrival.bound.run,
-                    {number: Code(mine[0].path, function, ("positions",), what="the attention edit")},
-                )
-                made.append(BoundOp(mine[0].path, RunCode(number), (at,), (), ranges))
+            number, run = -next(code_numbers), arrival.bound.run
+            self._attention[number] = EditedAttention(run, mine[0].path, point, arrival.placement.slot, edits)
+            self._code_of.setdefault(run, []).append(number)
+            made += [BoundOp(mine[0].path, RunCode(number), (at,), (), ranges) for at in (point, z.point)]
         return made
 
     def _with_reading(self, op: BoundOp, readings: list[Reading | AttentionReading]) -> BoundOp:
@@ -831,7 +850,7 @@ class Runtime:
     def drop_code(self, run: str) -> None:
         """Free the code of a run's `Apply` ops."""
         for number in self._code_of.pop(run, ()):
-            del self._code[number]
+            del (self._code if number > 0 else self._attention)[number]
 
     def _free(self, request: str, admitted: _InstalledProgram) -> None:
         self.drop_code(admitted.run)
@@ -964,6 +983,8 @@ class Runtime:
     def end(self) -> None:
         """Pass the step's captures to the store."""
         plan, self.plan = self.plan, None
+        if self._edits is not None:
+            self._collect_edits(self._edits)
         captured = None if plan is None else self.step.end(plan)
         if captured is None:
             return

@@ -57,8 +57,8 @@ class PagedKeys:
             query_BNHE, keys, self._blocks(point, slots, count), position_BN, facts, first, heads, count
         )
 
-    def values(self, point: int, slot: int, count: int) -> torch.Tensor:
-        return self._read(point, [slot], count, 1)[0]
+    def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
+        return self._read(point, slots, count, 1)
 
     def _blocks(self, point: int, slots: list[int], count: int) -> torch.Tensor:
         """Return the cache blocks of the requests' first `count` positions, [B, R]."""

@@ -1,0 +1,180 @@
+"""Edits of attention for all requests of a step at once, against one query, head and key at a time in NumPy."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import patchclamp as pc
+from patchclamp.kernels.attention import AttentionFacts, scores
+from patchclamp.language import Program
+from patchclamp.plan import Prompt, bind
+from patchclamp.runtime import Limits, Runtime
+from patchclamp.runtime import attention as edits_of_attention
+from patchclamp.sites import SiteMap, Sizes
+from patchclamp.sites.tables import LLAMA, ROTATED
+from tests.reference import cuda_on_cpu
+from tests.reference.admitting import Admitter
+
+LAYERS, HEADS, GROUP, SIZE, LENGTH = 2, 4, 2, 8, 12
+NAN = float("nan")
+
+
+class _Cache:
+    """Keys and values of each request, [T, K, E]; what no query may see is NaN."""
+
+    def __init__(self, runtime: Runtime, facts: AttentionFacts, draw: np.random.Generator, requests: int) -> None:
+        self.runtime, self._facts, self.names = runtime, facts, [f"request{i}" for i in range(requests)]
+        shape = requests, LAYERS, LENGTH, HEADS // GROUP, SIZE
+        self.keys, self.held = (draw.standard_normal(shape).astype(np.float32) for _ in range(2))
+
+    def facts(self, point: int) -> AttentionFacts:
+        return self._facts
+
+    def width(self, point: int) -> int:
+        return HEADS // GROUP * SIZE
+
+    def _read(self, rows: np.ndarray, point: int, slots: list[int], count: int) -> torch.Tensor:
+        layer = self.runtime.sites.points[point].layer
+        which = [int(self.runtime.requests_at(slot)[0].removeprefix("request")) for slot in slots]
+        return torch.from_numpy(rows[which, layer, :count].copy())
+
+    def scores(self, point: int, slots: list[int], query: torch.Tensor, position: torch.Tensor, first: int,
+               heads: int, count: int) -> torch.Tensor:  # fmt: skip
+        return scores(query, self._read(self.keys, point, slots, count), position, self._facts, first, heads)
+
+    def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
+        return self._read(self.held, point, slots, count)
+
+
+def _plain(query_E: np.ndarray, keys_TE: np.ndarray, position: int, window: int) -> np.ndarray:
+    """A query's scores; -inf for keys that it does not see."""
+    found = keys_TE.astype(np.float64) @ query_E / SIZE**0.5
+    at = np.arange(len(keys_TE))
+    found[(at > position) | (at <= position - window if window else False)] = -np.inf
+    return found
+
+
+def _softmax(row: np.ndarray) -> np.ndarray:
+    row = np.exp(row - row.max())
+    return row / row.sum()
+
+
+def _expected(edits: list[Any], layer: int, head: int, position: int, row: np.ndarray) -> np.ndarray:
+    """A query's pattern after its request's edits, of which each says where it acts."""
+    cut, here = row.copy(), [each for each in edits if layer in each["layers"] and head in each["heads"]]
+    here = [each for each in here if position in each["queries"]]
+    for each in here:
+        if each["how"] == "knock":
+            cut[[key for key in each["keys"] if key < len(row)]] = -np.inf
+    new = _softmax(cut) if np.isfinite(cut).any() else np.full(len(row), NAN)
+    for each in here:
+        if each["how"] == "scale":
+            new[[key for key in each["keys"] if key < len(row)]] *= each["factor"]
+        if each["how"] == "replace":
+            new = np.zeros(len(row))
+            new[: len(each["row"])] = each["row"]
+    return new
+
+
+def _draw_edit(draw: np.random.Generator, window: int) -> tuple[Any, dict[str, Any]]:
+    """An edit, and where it acts. New rows have keys that a window would hide."""
+    layers = [[0], [1], [0, 1]][draw.integers(3)]
+    head = int(draw.integers(-1, HEADS))
+    site = (pc.pattern[layers[0] : layers[-1] + 1] if head < 0 else pc.pattern[layers[0] : layers[-1] + 1, head])
+    first = int(draw.integers(0, 3))
+    queries = sorted(draw.choice(np.arange(4, LENGTH), int(draw.integers(1, 6)), False).tolist())
+    tokens = functools.reduce(operator.or_, (pc.every[each] for each in queries))
+    keys = list(range(first, first + int(draw.integers(1, 3))))
+    told = {"layers": layers, "heads": range(HEADS) if head < 0 else [head], "queries": queries, "keys": keys}
+    spelled = pc.prompt[keys[0] : keys[-1] + 1]
+    how = draw.integers(2 if window else 3)
+    if how == 0:
+        return pc.Knockout(spelled, site, tokens), {**told, "how": "knock"}
+    if how == 1:
+        factor = float(draw.uniform(-1, 2))
+        return pc.Scale(factor, site, tokens, keys=spelled), {**told, "how": "scale", "factor": factor}
+    layers = layers[:1]
+    head = max(head, 0)
+    row = draw.uniform(size=4)
+    op = pc.Replace(row, pc.pattern[layers[0], head], tokens)
+    return op, {**told, "layers": layers, "heads": [head], "how": "replace", "row": row}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("executor", ["host", "cuda"])
+def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, seed):
+    """Requests of several lengths, in chunks; one has no edits, and one loses all keys of a query and fails alone."""
+    draw, window = np.random.default_rng(seed), (0, 9)[seed % 2]
+    sites = SiteMap(LLAMA, Sizes(LAYERS, HEADS * SIZE, 61, HEADS, HEADS // GROUP, SIZE, 16))
+    runtime = Runtime(sites, Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16))
+    positions = np.zeros(64, np.int64)
+    if executor == "cuda":
+        cuda_on_cpu.stub(monkeypatch)
+        _, positions = cuda_on_cpu.on_cpu(runtime, 64, 16, 1 << 12, 1 << 13, 1 << 15)
+    if seed == 5:  # a batch of one query at a time
+        monkeypatch.setattr(edits_of_attention, "MAX_SCORES", HEADS * LENGTH)
+    cache = runtime.keys = _Cache(runtime, AttentionFacts(SIZE**-0.5, window=window), draw, 6)
+    admitter, told = Admitter(runtime), list[list[dict[str, Any]]]()
+    for number, name in enumerate(cache.names):
+        ops, plain = zip(*(_draw_edit(draw, window) for _ in range(draw.integers(1, 4))), strict=True)
+        if number == 1:  # the last query sees no key, or its result overflows
+            ops, plain = (pc.Knockout("prompt[3:]", pc.pattern[1, 2], "prompt[-1]"),), ()
+            if not window:
+                ops = (pc.Replace([3e38] * 4, pc.pattern[1, 2], "prompt[-1]"),)
+        if number == 2:
+            ops, plain = (), ()
+        told.append(list(plain))
+        vectors = dict[str, np.ndarray]()
+        if ops:
+            prompt = Prompt(list(range(LENGTH)), lambda: ("", []))
+            bound = bind(Program.of(ops), name, prompt, 1, sites, lambda run: None, vectors=vectors)
+            admitter.admit(name, bound, {key: torch.from_numpy(rows.copy()) for key, rows in vectors.items()})
+    cuts = draw.integers(4, LENGTH, 6)
+    for begins, ends in ((np.zeros(6, int), cuts), (cuts, np.full(6, LENGTH))):
+        _step(runtime, cache, begins, ends, positions, told, draw, window)
+    for number, name in enumerate(cache.names):
+        _, error = runtime.outcome(name)
+        assert (error is not None) == (number == 1), error
+    assert ("position 11" if window else "NotFinite") in str(runtime.outcome("request1")[1])
+    admitter.free(name for name in cache.names if name != "request2")
+    assert runtime.status()["code"] == 0
+
+
+def _step(
+    runtime: Runtime, cache: _Cache, begins: np.ndarray, ends: np.ndarray, positions: np.ndarray,
+    told: list[list[dict[str, Any]]], draw: np.random.Generator, window: int,
+) -> None:  # fmt: skip
+    """One step of all requests: every layer's queries, and its attention, are tapped, and compared with the reference."""
+    count = ends - begins
+    labels = np.concatenate([np.arange(a, b) for a, b in zip(begins, ends, strict=True)])
+    positions[: len(labels)] = labels
+    runtime.begin_step(cache.names, np.cumsum(count) - count, begins.astype(np.int32), count, int(count.sum()))
+    for layer in range(LAYERS):
+        [queries] = [point for point in runtime.sites.points if point.kind == ROTATED and point.layer == layer]
+        [z] = runtime.sites.resolve(pc.z[layer])
+        query_RHE = draw.standard_normal((len(labels), HEADS, SIZE)).astype(np.float32)
+        stock, wanted = np.zeros_like(query_RHE), np.zeros_like(query_RHE)
+        same = np.zeros((len(labels), HEADS), bool)
+        owners = np.repeat(np.arange(len(begins)), count)
+        for row, (owner, position) in enumerate(zip(owners.tolist(), labels.tolist(), strict=True)):
+            for head in range(HEADS):
+                keys, held = (rows[owner, layer, : position + 1, head // GROUP] for rows in (cache.keys, cache.held))
+                scored = _plain(query_RHE[row, head], keys, position, window)
+                stock[row, head] = _softmax(scored) @ held
+                pattern = _expected(told[owner], layer, head, position, scored)
+                wanted[row, head] = pattern @ held
+                same[row, head] = np.array_equal(pattern, _softmax(scored))
+        tapped = torch.from_numpy(stock.reshape(len(labels), -1).copy())
+        runtime.apply(queries.number, torch.from_numpy(query_RHE.reshape(len(labels), -1).copy()), None)
+        runtime.apply(z.point, tapped, None)
+        found = tapped.numpy().reshape(stock.shape)
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+        assert np.array_equal(found[same], stock[same])
+        assert not np.allclose(found[~same], stock[~same], atol=1e-4) or not (~same).any()
+    runtime.end()
