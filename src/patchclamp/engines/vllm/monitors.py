@@ -153,7 +153,7 @@ class MonitorTap:
         self.products[: len(h_RD), first:end] = h_RD @ weight_Dk
 
     def taken(self, rows: int) -> Callable[[], np.ndarray]:
-        """Start a copy of a step's products [rows, K] to the host; return a function that waits for it and returns it."""
+        """Start a copy of a step's products [rows, K] to the host; return a function that awaits and returns it."""
         import torch
 
         copied = self.products[:rows].to("cpu", non_blocking=True, copy=True)

@@ -32,7 +32,7 @@ def expand(
     if prompt is not None:
         _check(prompt)
     check_model(engine.vllm_config)
-    # without vLLM's cache of processed images, which assumes that the core has received every image in it: this prompt
+    # bypass vLLM's cache of processed images: it assumes that the core has received every image in it, but this prompt
     # may never be sent
     inputs: Any
     given: Any = None if prompt is None else dict(prompt)
@@ -84,7 +84,7 @@ def check_modalities(modalities: Iterable[str]) -> None:
     others = sorted(set(modalities) - {"image"})
     if others:
         raise ProgramError(
-            f"programs support only text and images, but this prompt has {' and '.join(others)}: omit one or the other"
+            f"programs support only text and images: omit {' and '.join(others)} from this prompt, or the program"
         )
 
 
