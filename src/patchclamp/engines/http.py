@@ -303,7 +303,7 @@ class HttpEngine(Engine):
         if kind is not None:
             return kind(message.removeprefix(f"{path}: ") if path else message, path)
         if status == 404:
-            return EngineError(f"{self.url} has no route {wire.PREFIX}: is it a `patchclamp serve`? ({message})")
+            return EngineError(f"{self.url} has no route {wire.PREFIX}: is it a `patchclamp serve` server? ({message})")
         if status == 401:
             return EngineError(f"{self.url} rejected the API key: pass api_key=… to pc.LM, or set VLLM_API_KEY")
         return EngineError(f"{self.url} returned status {status}: {message}")

@@ -240,7 +240,7 @@ class TransformersEngine(Engine):
 
         only_uniform(numerics, "Transformers")
         if recompute not in WAYS:
-            raise unknown("way to recompute", str(recompute), WAYS, "recompute")
+            raise unknown("recompute mode", str(recompute), WAYS, "recompute")
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
         for option, size in {"max_num_seqs": max_num_seqs, "max_records": max_records, "bank_bytes": bank_bytes,

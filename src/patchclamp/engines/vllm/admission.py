@@ -330,7 +330,7 @@ class Admission:
         return len(self._waiting) + len(self.errors)
 
     def arrive(self, request: Any, program: RequestProgram, priority: tuple[float, ...]) -> bool:
-        """Admit a request's program if there is room; else queue it (lower `priority` first), or record an error."""
+        """Admit a request's program and return True. Without room, queue it (lower `priority` first). Record errors."""
         self.programs[request.request_id] = program
         program.arrived_s = time.monotonic()
         try:

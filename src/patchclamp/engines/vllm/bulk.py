@@ -144,7 +144,7 @@ class Bulk:
 class _Launched(NamedTuple):
     """A batch in flight.
 
-    number, slot: the cells and their slots
+    number, slot: the cells' indices and slots
     cell, score: the indices of each scored token's cell and score
     found: results being copied to the host
     count: the number of cells launched so far · rows: the number of rows in the batch
@@ -353,8 +353,8 @@ class _RunningJob:
         return slots
 
     def _tables(self, part: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Return each sequence's blocks, [G, C, blocks]: the prompt's, then the sequence's own. Copy the block that the
-        prompt fills only in part."""
+        """Return each sequence's blocks, [G, C, blocks]: the prompt's, then the sequence's own. Copy the block
+        that a sequence shares only in part."""
         model = self._model
         shared, total = start // model.block, -(-length // model.block)
         width = int(total.max())

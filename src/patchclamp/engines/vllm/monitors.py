@@ -264,8 +264,8 @@ class SlotScores:
         return _Taken(list(outputs), *self._take([output.request_id for output in outputs]))
 
     def message(self, outputs: Sequence[Any], taken: _Taken | None) -> list[bytes]:
-        """Return the scores to send with these outputs: their first positions and token counts, int64, and the
-        products, fp32. `taken`: this step's scores; earlier scores were kept. Empty without outputs."""
+        """Return the scores to send with these outputs: first positions and token counts (int64), and products (fp32).
+        `taken`: this step's scores; those of earlier steps were kept. Empty without outputs."""
         now = [] if taken is None else taken.outputs
         if taken is not None and now and len(outputs) == len(now) and all(map(operator.is_, outputs, now)):
             return [taken.firsts.tobytes(), taken.counts.tobytes(), taken.products.tobytes()]

@@ -77,7 +77,7 @@ def complete(vllm_config: VllmConfig) -> None:
     assert ours is not None
     for part in ours:
         if part not in PARTS:
-            raise unknown("part of patchclamp's settings", part, ASKED, f"additional_config.patchclamp.{part}")
+            raise unknown("patchclamp setting", part, ASKED, f"additional_config.patchclamp.{part}")
     configuration.check(vllm_config)
     probes = ours.get("probes") or []
     asked = ours.get("numerics", "uniform" if probes else "stock")

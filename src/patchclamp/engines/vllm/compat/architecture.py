@@ -201,8 +201,8 @@ def _uncompiled(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def found_family(vllm_config: VllmConfig) -> Family:
-    """Find the table of a model's vLLM class in a separate process. The table includes Transformers' class if its sites
-    can be derived. Raises `ModelError` if no stream is found in vLLM's class."""
+    """Find the table of a model's vLLM class in a separate process. The table also covers Transformers' class if its
+    sites can be derived. Raises `ModelError` if no stream is found in vLLM's class."""
     facts = configuration.model_facts(vllm_config)
     config = facts["config"]
     own = _kept(vllm_config)

@@ -647,7 +647,7 @@ def _check_latches(bound: BoundProgram) -> None:
     for op in bound.ops:
         if isinstance(op.action, Latch) and op.action.last:
             raise UnsupportedSite(
-                "with speculative decoding pc.between selects only prompt tokens, as rejected drafts would count: "
+                "with speculative decoding, pc.between can only select prompt tokens (rejected drafts would count): "
                 "use pc.prompt & pc.between(...)", op.path[:200]
             )  # fmt: skip
         if isinstance(op.action, Latch) and op.ranges[-1].stop > bound.prompt:

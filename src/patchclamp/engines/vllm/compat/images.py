@@ -51,7 +51,7 @@ def expand(
 def _check(prompt: Mapping[str, Any]) -> None:
     for part in prompt:
         if part not in PARTS:
-            raise unknown("part of a prompt with images", str(part), PARTS, str(part))
+            raise unknown("key in a prompt with images", str(part), PARTS, str(part))
     if sum(part in prompt for part in TEXT) != 1:
         raise ProgramError(f"a prompt with images requires exactly one of {TEXT[0]!r} and {TEXT[1]!r}")
     if not isinstance(prompt.get(DATA), Mapping) or not prompt[DATA]:
@@ -102,8 +102,8 @@ def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> Non
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
         raise ProgramError(
-            f"the program is bound to a prompt of {prompt} tokens, but with its images expanded this one has "
-            f"{request.num_prompt_tokens}: bind it to the expanded prompt"
+            f"the program is bound to a prompt of {prompt} tokens, but the prompt with its images expanded has "
+            f"{request.num_prompt_tokens}: bind the program to the expanded prompt"
         )
 
 

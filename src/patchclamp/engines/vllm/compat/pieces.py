@@ -75,7 +75,7 @@ class Pieces:
         _of_engine[engine_id(backend.vllm_config)] = self
 
     def wrap(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the compiled graph, so that calls within `within` run its pieces."""
+        """Wrap the compiled graph, so that calls inside a `within` context run its pieces."""
 
         def call(*args: Any) -> Any:
             return self._run(args) if self._layer or self._observe is not None else whole(*args)

@@ -139,7 +139,7 @@ def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
     def patchclamp_rpc(self: WorkerWrapperBase, verb: str, *args: Any) -> Any:
         return call(self.worker, verb, *args)
 
-    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # unknown names go to its worker
+    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # it forwards unknown names to its worker
 
 
 def runner_of(worker: Worker) -> tuple[Any, str]:
@@ -375,7 +375,7 @@ def _hook_v2(runner: V2Runner, hooks: Hooks, graphs: Graphs) -> None:
 
 
 def _no_graph(mode: Any, tokens: int) -> bool:
-    """Reject every recorded graph."""
+    """Return False: no recorded graph may be used."""
     return False
 
 
