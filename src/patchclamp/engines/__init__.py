@@ -1,6 +1,6 @@
 """CARRY: the engines that run programs, and `open_engine`, which loads a model into one.
 
-One protocol (`base`), implemented on vLLM, Transformers and HTTP, and in `patchclamp.testing` by a fake.
+One protocol (`base`) has implementations for vLLM, Transformers and HTTP, and a fake in `patchclamp.testing`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def default_engine() -> str:
 
 
 def resolve(model: str, options: Mapping[str, Any]) -> str:
-    """Return a model's folder or hub id; prepare "smollm2" first. Raises `ModelError` if it cannot be loaded."""
+    """Return a model's folder or hub id. Prepares "smollm2". Raises `ModelError` for a model that cannot be loaded."""
     if model != "smollm2":
         check_checkpoint(model, options)
         return model
@@ -88,7 +88,7 @@ def resolve(model: str, options: Mapping[str, Any]) -> str:
 
 
 def _checked(kind: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options. Raises `UnknownName` for an option that the engine class does not accept."""
+    """Return `options` unchanged. Raises `UnknownName` for an option that the engine class does not accept."""
     names = _options(kind)
     for option in options:
         if option not in names:

@@ -1,7 +1,7 @@
 """The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `patchclamp.testing` implements it in one file.
 
 Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the numerics of compiled engines, less frequent
-full garbage collections, and the bytes and receipt of a program sent to an engine core.
+full garbage collections, and the encoding and receipt of a program sent to an engine core.
 
 On an engine that compiles, `numerics` selects the code for steps without programs:
 
@@ -151,15 +151,15 @@ YOUNG = 200  # younger collections between two full ones, instead of 10: about a
 
 _lock = threading.RLock()  # reentrant: a collection may close an abandoned `rarely()`
 _inside = 0  # active calls
-_usual = 0  # the threshold before them
+_usual = 0  # the threshold to restore after the last call
 
 
 @contextlib.contextmanager
 def rarely() -> Iterator[None]:
     """Run full garbage collections less often inside the context; young objects are collected as usual.
 
-    A full collection starts once the number of objects has grown by a quarter, as it soon does in a sweep. With PyTorch
-    and vLLM loaded, it takes 0.2 s and blocks everything else.
+    Python starts a full collection once the number of objects has grown by a quarter, which happens often in a sweep.
+    With PyTorch and vLLM loaded, a collection takes 0.2 s and blocks everything else.
     """
     global _inside, _usual
     with _lock:
@@ -174,7 +174,7 @@ def rarely() -> Iterator[None]:
         with _lock:
             _inside -= 1
             first, second, third = gc.get_threshold()
-            if not _inside and third == max(_usual, YOUNG):  # otherwise the caller has changed it meanwhile
+            if not _inside and third == max(_usual, YOUNG):  # otherwise the caller has changed it
                 gc.set_threshold(first, second, _usual)
 
 
@@ -202,7 +202,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class PartScores(NamedTuple):
-    """A probe's scores at the tokens of a part: their positions [T] and the scores, [T, k] or [L, T, k]."""
+    """A probe's scores for a `Part`: token positions [T], and scores [T, k], or [L, T, k] at a site with L layers."""
 
     positions: list[int]
     scores: Any
@@ -211,13 +211,13 @@ class PartScores(NamedTuple):
 class Part(msgspec.Struct, frozen=True):
     """A run's output since the last part. The concatenated parts give the run's text, token ids and log-probabilities.
 
-    text: new text that no later token changes; partial characters and possible stop texts are held back
+    text: new text that no later token can change; incomplete characters and possible stop texts are held back
     token_ids: the new tokens
     logprobs: one float per new token, if requested
     scores: scores of the new tokens by unpooled probe name; the first part also has the prompt's scores. A run's last
         token has no score because it was never an input
-    lens: a `LensResult` at the same tokens for each lens, by site, as in `run.lens`
-    features: a `FeaturesResult` at the same tokens for each attached SAE, by name, as in `run.features`
+    lens: each lens's `LensResult` at the same tokens, by site, as in `run.lens`
+    features: each attached SAE's `FeaturesResult` at the same tokens, by name, as in `run.features`
     """
 
     text: str
@@ -246,13 +246,13 @@ class Request(msgspec.Struct):
     run: the key of the run
     prompt_token_ids, text: the prompt; `text` is None if only the ids are known
     max_tokens: the maximum number of tokens to generate
-    bound: the program, if any
+    bound: the bound program, if any
     vectors: the program's inline vectors, rows [n, W] by bank key
     sampling: sampling parameters, by vLLM's names
     score: token ids whose log-probabilities as the next token are returned
     logprobs: the number of top tokens to report for each generated token; 0: only the generated token; None: no
         log-probabilities
-    code: the functions of its `Apply` ops, by index
+    code: the functions of the program's `Apply` ops, by op index
     sources: the runs that the program reads, kept until the request ends
     listener: a callback for the output as it is generated
     adapter: the LoRA adapter to apply
@@ -311,10 +311,10 @@ class Drafts(NamedTuple):
 class Monitor(msgspec.Struct, frozen=True):
     """A probe that scores every token of every request of an engine.
 
-    probe: its weight and bias; it selects no tokens and is not pooled
+    probe: the probe, without token selection or pooling
     threshold: the score above which a token is counted; None: do not count
-    points: its site's points, in layer order
-    columns: its columns in a token's products of all monitors: k for each point
+    points: the points of the probe's site, in layer order
+    columns: the probe's columns among all monitors' products, [T, K]: k columns for each point
     """
 
     probe: Probe
@@ -324,17 +324,17 @@ class Monitor(msgspec.Struct, frozen=True):
 
     @property
     def weight(self) -> np.ndarray:
-        """The weight W, [k, D]."""
+        """The probe's weight W, [k, D]."""
         assert isinstance(self.probe.weight, Vector)
         return self.probe.weight.rows()
 
     @property
     def outputs(self) -> int:
-        """The number of scores k for a token at one point."""
+        """The number of scores per token and point, k."""
         return len(self.weight)
 
     def scores(self, products_TK: np.ndarray) -> np.ndarray:
-        """Return this monitor's scores [T, k], or [L, T, k] at a site with L layers, from all monitors' products."""
+        """Return scores [T, k], or [L, T, k] at a site with L layers. `products_TK`: the products of all monitors."""
         own = products_TK[:, list(self.columns)].reshape(len(products_TK), len(self.points), self.outputs)
         bias = 0 if self.probe.bias is None else self.probe.bias.array()
         scores = activated((own + bias).astype(np.float32, copy=False), self.probe.activation).swapaxes(0, 1)
@@ -347,7 +347,7 @@ class Answer(msgspec.Struct):
     token_ids: the generated tokens
     text: the generated text, or a function that decodes it on first use
     logprobs: one float per generated token; None if not requested
-    scores: log-probabilities as the next token, by token id
+    scores: the log-probability of each graded token as the next token, by token id
     finish_reason: "stop" or "length"
     cached_tokens: the number of prompt tokens read from the prefix cache
     top_logprobs: log-probabilities of the top tokens by token id, for each generated token
@@ -355,7 +355,7 @@ class Answer(msgspec.Struct):
         without a program; None if the prompt was computed in full or read from a prefix cache
     drafts: draft token counts; None if the engine does not count drafts, or makes none
     monitored: products of the always-on probes (`Engine.monitors`) for every input token, [T, K]
-    stop_reason: "probe:NAME" if a condition on that probe ended the run; the last token is an input that met it
+    stop_reason: "probe:NAME" if a condition on probe NAME ended the run; the last token is the input that met it
     prompt_logprobs, prompt_top_logprobs: as `logprobs` and `top_logprobs`, for each prompt token after the first
     """
 
@@ -377,7 +377,7 @@ class Answer(msgspec.Struct):
 class Gradients(msgspec.Struct, frozen=True):
     """A prompt's activations, and the gradients of its next token's log-probabilities.
 
-    scores: log-probabilities as the next token, by token id
+    scores: the log-probability of each weighted token as the next token, by token id
     rows: the activations at each point, fp32 [T, W]
     gradients: the gradient of the weighted sum of log-probabilities with respect to these rows, [T, W]
     """
@@ -391,11 +391,11 @@ class Tokenizer(Protocol):
     """Conversion between text and token ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids, with the tokenizer's special tokens."""
+        """Return the token ids of a text, with the tokenizer's special tokens."""
         ...
 
     def bare(self, text: str) -> list[int]:
-        """Return token ids without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -403,7 +403,7 @@ class Tokenizer(Protocol):
         ...
 
     def settled(self, ids: Sequence[int]) -> str:
-        """Return the longest prefix of the text that further ids cannot change."""
+        """Return the longest prefix of the decoded text that further ids cannot change."""
         ...
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
@@ -437,7 +437,7 @@ def settle(future: Future[Answer], answer: Answer | Exception) -> None:
 
 
 def settle_if_failed(futures: Iterable[Future[Any]], job: Future[Any]) -> None:
-    """If the job that serves these requests failed, set its error on the unfinished futures."""
+    """Set a failed job's error on the unfinished futures of the requests that it serves."""
     error = job.exception()
     if error is not None:
         for future in futures:
@@ -450,13 +450,13 @@ VLLM_SAMPLING = (  # parameters of vLLM that other engines may not support
     "spaces_between_special_tokens", "stop", "stop_token_ids", "structured_outputs", "top_k", "top_p",
 )  # fmt: skip
 MAX_SCORES = 128  # graded token ids per run, and top tokens per position: the limit of vLLM's sampler
-Window = tuple[str, int, int | None, int, int, int]  # a `Wanted`, and begin … end−1 of its rows
+Window = tuple[str, int, int | None, int, int, int]  # the fields of a `Wanted`, then a row range: begin, end
 Captured = tuple[np.ndarray, "torch.Tensor | np.ndarray"]  # positions [T] ascending, and rows [T, W]
 TopTokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # positions [T], ids [T, top] int32, log-probabilities fp32
 
 
 def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.ndarray) -> list[TopTokens]:
-    """Split positions, ids and log-probabilities of the top tokens by capture."""
+    """Split the top tokens' concatenated ids and log-probabilities into one item per capture."""
     ends = np.cumsum([len(each) for each in positions], dtype=np.int64)[:-1]
     return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []
 
@@ -468,7 +468,7 @@ class VllmLLM(Protocol):
 
 
 class Wanted(NamedTuple):
-    """Captured rows at positions starting at `first`. `op`: the op's index in the bound program; None: every op."""
+    """A run's captured rows at positions from `first` on. `op`: an op's index in the bound program; None: every op."""
 
     run: str
     point: int
@@ -480,7 +480,7 @@ class Wanted(NamedTuple):
 
 
 class PackedTokens(msgspec.Struct, array_like=True):
-    """`TopTokens` of captures as bytes: int64 positions, then int32 ids and fp32 log-probabilities for all rows."""
+    """Captures' `TopTokens` as bytes: int64 positions by capture; int32 ids and fp32 log-probabilities of all rows."""
 
     positions: list[bytes]
     ids: bytes
@@ -506,11 +506,11 @@ class Engine(Protocol):
     weights: the number of in-place updates of the model's weights
     proved_weights: the value of `weights` when the sites were last proved
     run_prefix: the prefix of all its run names
-    batch_difference: the difference between batched and per-request grades, in words; "" if none, None before the proof
-    keeps_captures_here: True if captures use this machine's memory before they are fetched
+    batch_difference: a description of how batched and per-request grades differ; "" if equal, None before the proof
+    keeps_captures_here: True if unfetched captures occupy this machine's memory
     monitors: its always-on probes
     bank: the bank that all its `LM`s share; None if each has its own
-    whole_because: on an engine that can skip computation, the reason why every run is computed in full
+    whole_because: the reason why an engine that can skip computation computes every run in full; else ""
     """
 
     model: Model
@@ -544,7 +544,7 @@ class Engine(Protocol):
 
     @contextlib.contextmanager
     def computing_whole(self) -> Iterator[None]:
-        """Compute requests submitted inside the context in full, in batches as submitted."""
+        """Compute requests submitted inside the context in full, without regrouping them into other batches."""
         yield
 
     def submit(self, requests: list[Request]) -> list[Future[Answer]]:
@@ -593,7 +593,7 @@ class Engine(Protocol):
 
     def end(self, requests: list[Request]) -> None:
         """End unfinished requests early, as far as the engine can. Each keeps its captures and is answered with its
-        output so far. The caller cuts off tokens that are still generated."""
+        output so far. The caller drops tokens generated after this call."""
         for request in requests:
             request.ended = True
 
@@ -641,8 +641,8 @@ class Engine(Protocol):
         raise EngineError(f"the {self.model.engine} engine does not compute gradients; engine='transformers' does")
 
     def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
-        """Compute Jacobians [D, D] of the end of the stream, before the final norm, at points of the stream's width.
-        The derivative of the output's sum over `positions` is averaged over the point's rows at `positions`.
+        """Compute the Jacobian [D, D] of the stream's end, before the final norm, by each point (of width D). It is the
+        derivative of the end's sum over `positions`, averaged over the point's rows at `positions`.
 
         Raises: as `gradients`.
         """
@@ -650,16 +650,16 @@ class Engine(Protocol):
 
     @property
     def batch_refusal(self) -> str:
-        """The reason why programs are graded as requests; "" if `grade` runs them."""
+        """The reason why every program is graded as a separate request; "" if `grade` runs programs in batches."""
         return f"the {self.model.engine} engine does not grade in batches"
 
     def job_refusal(self, job: GradeJob) -> str:
-        """Return the reason why a job's programs run as requests on an engine that grades in batches."""
+        """Return the reason why an engine that grades in batches runs this job as requests; "" if it uses batches."""
         return ""
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Grade jobs with equal `kl` and `top` in the engine's own batches. Fill the tables, and yield a job's index
-        with the indices of its newly graded programs."""
+        """Grade jobs with equal `kl` and `top` in the engine's own batches. Fill the tables, and yield (job index,
+        indices of the job's newly graded programs)."""
         raise EngineError(self.batch_refusal)
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
@@ -712,7 +712,7 @@ ABORTED = "the run was aborted"
 
 
 class Carried(msgspec.Struct, array_like=True):
-    """The payload in a request's sampling parameters.
+    """A program as encoded in a request's sampling parameters.
 
     bound: the program, bound to the prompt
     sizes: (rows, width) of each bank key that the program reads

@@ -26,7 +26,7 @@ WATCH = "_patchclamp_watch"  # of a module: called with query, key and options o
 
 
 class DenseKeys:
-    """The keys of a pass (`runtime.attention.Keys`), kept until it ends in layers that a program reads."""
+    """A pass's keys in the layers that programs read, kept until the pass ends (`runtime.attention.Keys`)."""
 
     def __init__(self, net: Any, sites: SiteMap, runtime: Runtime) -> None:
         self._runtime, self._points = runtime, dict[torch.nn.Module, int]()
@@ -51,7 +51,7 @@ class DenseKeys:
                 self._held[number] = key_BKSE, value_BKSE, _facts(query_BHTE, options)
                 tap(query_BHTE.transpose(1, 2).flatten(2))
 
-        vars(module)[WATCH] = watch  # with the module, which it holds by way of `self`
+        vars(module)[WATCH] = watch  # freed with the module, which `watch` references through `self`
 
     def begin(self, passes: Passes) -> None:
         """Begin a pass."""
@@ -59,7 +59,7 @@ class DenseKeys:
         self._held.clear()
 
     def end(self) -> None:
-        """End the pass, and release its keys and cache."""
+        """End the pass, and release the keys and the cache."""
         self.passes = None
         self._held.clear()
 
@@ -87,7 +87,7 @@ class DenseKeys:
         assert self.passes is not None
         slot, mask_BS = batch.slot.tolist(), self.passes.mask_BT
         index = to_device(np.array([slot.index(each) for each in slots]), key_BKSE.device)
-        # positions are the columns that are not padding; a cache of a window has the last columns alone
+        # padding columns have no position; a sliding-window cache has only the last columns
         column_BS = (~mask_BS[index].bool()).to(torch.int8).argsort(dim=1, stable=True)[:, :count]
         column_BS = (column_BS - (mask_BS.shape[1] - key_BKSE.shape[2])).clamp(min=0)
         keys = key_BKSE[index].transpose(1, 2)
@@ -100,7 +100,7 @@ def unread_attention(net: Any, sites: SiteMap) -> str:
         return "its layers use chunked attention"
     module = next((find(net, tap.module) for point, tap in sites.taps("transformers") if point.kind == ROTATED), None)
     if module is not None and "ALL_ATTENTION_FUNCTIONS" not in inspect.unwrap(type(module).forward).__code__.co_names:
-        return f"{type(module).__name__} does not use an attention function of Transformers"
+        return f"{type(module).__name__} does not use Transformers' attention functions"
     return ""
 
 

@@ -26,8 +26,8 @@ from patchclamp.kernels.transfer import Arriving, to_device
 from patchclamp.plan import Batch
 from patchclamp.plan.cuts import Cut
 
-PROMPT_ROWS = 256  # of a prompt that are unembedded at a time
-SAME_LOGITS = 0.02  # difference of logits, of the largest; rounding to bfloat16 is a fifth of it
+PROMPT_ROWS = 256  # a prompt's rows that are unembedded at a time
+SAME_LOGITS = 0.02  # tolerance, relative to the largest logit; rounding to bfloat16 accounts for a fifth of it
 UNSEEDED = -1  # means no seed, as in vLLM
 MIN_TEMPERATURE = 0.01  # lower temperatures above 0 are raised to this, as in vLLM
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos")
@@ -128,8 +128,8 @@ class OutputWriter:
         return self.request.logprobs is not None or bool(self.scored)
 
     def take(self, token: int, values: Sequence[float], logprobs_V: torch.Tensor | None) -> None:
-        """Append the next token. `values`: log-probabilities of the token and of `scored`; `logprobs_V`: over the
-        vocabulary. They are empty and None if not requested."""
+        """Append the next token. `values`: log-probabilities of the token and of `scored`; `logprobs_V`: of the
+        whole vocabulary. If not requested, they are empty and None."""
         if self.scored:
             self.scores = dict(zip(self.scored, values[1:], strict=False))
         self.ids.append(token)
@@ -272,7 +272,7 @@ class Passes:
             self.reads_prompts = False
             with self._reading(net):
                 logits_BV = self.run(net)
-            self.logits_BV = logits_BV.clone()  # a program may edit the others
+            self.logits_BV = logits_BV.clone()  # a program may edit the returned ones
             return logits_BV
         name = cache_name(type(net))
         # with states cached, a model without keys takes one token and no mask: the first Mamba would repeat the token
@@ -352,7 +352,7 @@ class Generation:
 
     @property
     def may_wait(self) -> bool:
-        """True if the only step is still on the device, and its whole readout was requested at launch."""
+        """True if the batch has a single step, in flight, whose readout was requested in full at launch."""
         return self.readout is not None and not self.readout.has_arrived and all(
             writer.sampler.is_greedy and writer.request.max_tokens == 1 and not writer.request.logprobs
             and writer.request.listener is None for writer in self.writers
@@ -367,4 +367,4 @@ class Generation:
     def answers(self) -> list[Answer | Exception]:
         """Return each request's answer or error."""
         answers = iter([writer.answer(self.computed_from) for writer in self.writers])
-        return [error or next(answers, RunError("not run")) for error in self.errors]
+        return [error or next(answers, RunError("the request was not run")) for error in self.errors]

@@ -32,11 +32,11 @@ class GradeJob(msgspec.Struct):
 
     name: a unique name; the prefix of the job's run names
     count: the number of programs, N
-    suffixes: the tokens after the prompt in each sequence that a program's run computes
+    suffixes: the tokens that follow the prompt, for each sequence that a program runs on
     terms: for each score, the tokens to sum log-probabilities over: (sequence, offset after the prompt, token)
     kl: True to compute KL(unedited ‖ edited) of the next token
     top: the number of likeliest next tokens to return
-    cells, bound: functions that return all programs as arrays, and one bound program; None without an edit
+    cells, bound: `cells()` returns all programs as arrays, `bound(i)` bound program i, or None if it has no ops
     refused: the reasons why programs cannot run in batches, by index
     vectors, code, sources: as in a `Request`
     has_baseline: False to skip grading the prompt without a program
@@ -140,7 +140,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
 
 
 def arrived(found: queue.SimpleQueue[Any]) -> Any:
-    """Poll a queue for its next item: a signal that arrives just before a blocking wait is handled only after it."""
+    """Poll a queue for its next item. A blocking wait could delay the handling of a signal until an item arrives."""
     while True:
         with contextlib.suppress(queue.Empty):
             return found.get(timeout=LOOK_EVERY_S)
@@ -160,7 +160,7 @@ class GradeTable:
         self.done: np.ndarray = np.zeros(rows, bool)
 
     def take(self, number: np.ndarray, found: Sequence[np.ndarray], errors: Mapping[int, PatchclampError]) -> None:
-        """Add results of programs: log-probabilities, KL, top token ids and their log-probabilities."""
+        """Add the results of programs `number`. `found`: log-probabilities, KL, top token ids and log-probabilities."""
         columns = (self.logprobs, self.kl, self.top_ids, self.top_logprobs)
         for column, values in zip(columns, found, strict=True):
             if column is not None and column.size and values.size:

@@ -43,7 +43,7 @@ from patchclamp.plan.bound import source_of
 from patchclamp.plan.table import RECORD
 
 MAX_POSTS = 16  # concurrent batches
-MAX_BATCH_BYTES = 1 << 24  # of vectors and token ids in a batch; its last request may exceed it
+MAX_BATCH_BYTES = 1 << 24  # of a batch's vectors and token ids; the batch's last request may exceed it
 CONNECT_S = 5.0  # timeout of the first connection
 TRIES = 3  # of idempotent requests
 Result = TypeVar("Result")
@@ -57,7 +57,7 @@ class HttpEngine(Engine):
 
     url: the server's address, such as "http://host:8000"
     api_key: the server's API key; default: the environment variable VLLM_API_KEY
-    timeout_s: timeout for connecting and for responses that do not run the model
+    timeout_s: timeout for connecting, and for requests that do not run the model
 
     Raises `ModelError` if the server does not respond, `EngineError` if it is not a patchclamp server.
     """
@@ -133,7 +133,7 @@ class HttpEngine(Engine):
         if self._takes_jobs:
             return ""
         reason = msgspec.msgpack.decode(self._wait(self._ask("GET", "batches", again=True)))
-        self._takes_jobs = not reason  # a refusal may pass
+        self._takes_jobs = not reason  # a refusal may be temporary
         return reason
 
     def grade(self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
@@ -303,7 +303,7 @@ class HttpEngine(Engine):
         if kind is not None:
             return kind(message.removeprefix(f"{path}: ") if path else message, path)
         if status == 404:
-            return EngineError(f"{self.url} has no route {wire.PREFIX}: is it a `patchclamp serve`? ({message})")
+            return EngineError(f"{self.url} has no route {wire.PREFIX}: is it a `patchclamp serve` server? ({message})")
         if status == 401:
             return EngineError(f"{self.url} rejected the API key: pass api_key=… to pc.LM, or set VLLM_API_KEY")
         return EngineError(f"{self.url} returned status {status}: {message}")
@@ -355,7 +355,7 @@ class HttpEngine(Engine):
             raise EngineError(f"{self.url} disconnected: {type(error).__name__}: {error}") from None
 
     def _free(self, release: list[str], abort: list[str]) -> None:
-        """Schedule runs to be freed in one request with others."""
+        """Queue runs to be freed. Runs queued within 10 ms share one HTTP request."""
         for run in [*abort, *release]:
             batch = self._batches.get(run)
             if batch is not None and batch.stop(run, run in abort):
@@ -457,7 +457,7 @@ def _encoded_jobs(parts: Sequence[JobPart]) -> bytes:
 
 
 def _posts(jobs: Sequence[GradeJob]) -> Iterator[list[JobPart]]:
-    """Split jobs' programs into parts that fit into one request."""
+    """Split jobs' programs into lists of parts. Each list fits into one HTTP request."""
     post, programs, size = list[JobPart](), 0, 0
     for i, job in enumerate(jobs):
         cells = job.cells()

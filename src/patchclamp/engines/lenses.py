@@ -16,9 +16,9 @@ from patchclamp.language.ops import Translator
 from patchclamp.runtime.taps import find
 from patchclamp.sites import SiteMap
 
-MAX_ROWS = 1 << 11  # unembedded together
+MAX_ROWS = 1 << 11  # rows unembedded together
 MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
-CHUNK = 512  # logits of a row whose maximum is taken first
+CHUNK = 512  # logits per chunk of a row; `likeliest` first computes each chunk's maximum
 
 Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the device to logits [N, V]
 
@@ -26,7 +26,7 @@ Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32
 class LastNorm(NamedTuple):
     """A model's final norm; its input is the end of the stream.
 
-    factor: the factor from the module's input to rows
+    factor: stream rows are the module's input times this factor
     pair: True if the module's input is the sum of two tensors
     """
 
@@ -67,7 +67,7 @@ def top_tokens(
     if any(each.shape[1] != sites.d_model for each in rows):
         raise ProgramError(f"a lens requires rows of the stream width, {sites.d_model}")
     translate, is_here = translation(translator, device), True
-    ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that no part waits for another
+    ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that parts do not wait
     for part in _parts(rows, min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))):
         rows_ND = torch.cat([each.to(device, non_blocking=True).float() for each in part])
         logits_NV = unembed(translate(rows_ND))
@@ -98,8 +98,8 @@ def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tenso
 
 
 def likeliest(logits_NV: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and log-probabilities of the largest logits, [N, K]. They are in the chunks with the largest
-    maxima, so only these chunks are sorted."""
+    """Return the ids and log-probabilities of the `top` largest logits, [N, K]. Only the chunks with the largest maxima
+    are sorted, because they contain these logits."""
     chunks = logits_NV.shape[1] // CHUNK
     largest_NC = logits_NV[:, : chunks * CHUNK].unflatten(1, (chunks, CHUNK)).amax(-1)
     chunk_NK = largest_NC.topk(min(top, chunks)).indices

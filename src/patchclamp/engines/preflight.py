@@ -45,7 +45,7 @@ def prepare() -> Path:
         _convert(Path(spec.origin).parent, scratch)
         try:
             scratch.rename(target)
-        except OSError:  # another process may have been first
+        except OSError:  # another process may have created it first
             if not target.exists():
                 raise
     finally:
@@ -204,7 +204,7 @@ def _stored(folder: Path) -> int:
             header = read_header(path)
             size = header.size + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
             if path.stat().st_size < size:
-                raise ValueError(f"{path.stat().st_size} bytes of {size}")
+                raise ValueError(f"expected at least {size} bytes, got {path.stat().st_size}")
             count += sum(math.prod(tensor.shape) for tensor in header.tensors.values())
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} is damaged: {error}; save or download it again", "model") from None

@@ -2,8 +2,8 @@
 
 The rest comes from the trunk, the prompt's run without a program. A pass branches off the trunk at a cut (`plan.cuts`).
 It computes tokens starting at the cut's position, and uses the trunk's keys and values before it. Layers below the cut
-are skipped, and its layer receives the trunk's stream. `Recompute` chooses the requests to cut, after a proof on the
-live model. If the proof fails, it stores the reason, and everything is computed.
+are skipped, and its layer receives the trunk's stream. `Recompute` selects the requests to cut, after a proof on the
+live model. If the proof fails, every run is computed in full, and `whole_because` is the reason.
 
 B requests · T tokens of the prompt · D width of the stream · H key/value heads · E head size
 """
@@ -42,7 +42,7 @@ class SkippableLayers:
             raise ModelError("the stream is not the layers' first argument")
         *self.layers, self.end = [find(net, tap.module) for tap in places]
         if any("forward" in vars(module) for module in self.layers):
-            raise ModelError("a layer's forward was replaced")
+            raise ModelError("a layer's forward method was replaced")
         self._results = 0  # the length of the tuple that a layer returns; 0 for a tensor
 
     @contextlib.contextmanager
@@ -112,7 +112,7 @@ class Trunk:
             raise ModelError(f"expected {len(layers.layers)} layers, got {len(self.stream) - 1} called and {len(kept)} "
                              f"with keys and values")  # fmt: skip
         if any(keys.shape[-2] != len(self.prompt) for keys in (*self.keys, *self.values)):
-            raise ModelError("its layers do not cache keys and values at every position")
+            raise ModelError("the layers do not cache keys and values at every position")
 
     @property
     def bytes(self) -> int:
@@ -180,7 +180,7 @@ class Recompute:
     """A model's trunks, and the decision to use them.
 
     whole_because: the reason to compute everything; empty if cuts are allowed
-    passes: the numbers of first passes in full and from a cut
+    passes: the number of first passes computed in full, and from a cut
     """
 
     def __init__(self, net: Any, sites: SiteMap, device: str, way: str, max_tokens: int) -> None:
@@ -206,9 +206,9 @@ class Recompute:
         if self.whole_because or self._off:
             return in_order(range(len(requests)), size)
         wanted = []
-        for each in requests:  # those that the proof covers may be cut
+        for each in requests:  # requests that the proof covers may be cut
             is_covered = len(each.prompt_token_ids) + each.max_tokens - 1 <= self._longest
-            is_covered &= each.prompt_logprobs is None  # which need every row
+            is_covered &= each.prompt_logprobs is None  # prompt log-probabilities need every row
             wanted.append(CutRequest(each.prompt_token_ids, each.bound, is_covered))
         return group(wanted, self._first_layers, self._sites.layers, size, self._pass_rows)
 
@@ -247,7 +247,7 @@ class Recompute:
             self._trunks.popitem(last=False)
 
     def why_whole(self) -> str:
-        """Return `whole_because`, after running the proof once."""
+        """Return `whole_because`. The first call runs the proof."""
         if not self.whole_because and not self._is_proved:
             self._prove()
         return self.whole_because
@@ -265,7 +265,7 @@ class Recompute:
             logger.warning("patchclamp: every run is computed in full: %s. Results are unchanged.", self.whole_because)
 
     def _difference(self) -> str | None:
-        """Describe the first mismatch between passes from cuts and full passes; return None without one."""
+        """Describe the first mismatch between passes from cuts and full passes; return None if there is none."""
         assert self._layers is not None
         layers, length = self._sites.layers, self._proof_tokens
         if length < 2:
@@ -306,7 +306,7 @@ class Recompute:
 
 
 def _reason(sites: SiteMap, way: str, config: Any) -> str:
-    """Return a reason to compute everything that is known before the proof; "" without one."""
+    """Return a reason to compute every run in full that needs no proof; "" if there is none."""
     if way == "all":
         return 'recompute="all"'
     if not sites.family.tabled:

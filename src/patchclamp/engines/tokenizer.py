@@ -32,8 +32,8 @@ class Chat(msgspec.Struct):
 
 
 def template_options(messages: Sequence[Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the chat template's arguments: those given and, for a final assistant message to continue, the two that
-    leave it open."""
+    """Return the given chat template arguments. If the last message is an assistant's, add the two arguments with which
+    the template leaves it open, so that the model continues it."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
         raise ProgramError(f"expected a mapping of options, got {given!r:.100}", "chat_template_kwargs")
     last = messages[-1] if messages else None
@@ -69,7 +69,7 @@ def find_turns(
 
     render: renders a chat as text
     spell: `Tokenizer.spell`, for this prompt
-    Raises `TokensError` unless the prompt is these messages in order, between the template's own text.
+    Raises `TokensError` unless the prompt consists of these messages, in order, and the template's own text.
     """
     if has_images(messages):
         raise TokensError(
@@ -256,7 +256,7 @@ class HubTokenizer:
                 whole = self._continues(ids, i, full, same, context, decoded)
             if not whole:
                 same = min(same, known + len(tail.rstrip(PARTIAL)))
-            complete = max(complete, same)  # bytes that are decoded together can take back a character
+            complete = max(complete, same)  # a character may become incomplete again when more bytes are decoded
             offsets.append((begin, complete if whole else min(complete + 1, len(full))))
             within = WINDOW * (8 if self._may_be_unfinished(ids[i - 1]) else 1)
             if whole and i - anchor >= within and same == complete and not tail.endswith(PARTIAL):

@@ -72,7 +72,7 @@ from patchclamp.sites.map import architectures_of
 from patchclamp.sites.tables import DECODERS
 from patchclamp.sites.untabled import no_text_model, untabled
 
-JACOBIAN_TOKENS = 1 << 11  # of the copies of a prompt that are run at a time
+JACOBIAN_TOKENS = 1 << 11  # tokens per batch of prompt copies
 
 
 def gradients(
@@ -102,7 +102,7 @@ def jacobians(
 ) -> dict[int, np.ndarray]:
     """Implement `Engine.jacobians`. The caller must have exclusive use of the model. Raises as `_watching`.
 
-    The batch has B copies of the prompt; copy b computes row b of B rows of the Jacobians.
+    Each pass runs B copies of the prompt; copy b computes one row of every Jacobian.
     """
     factors = {point.number: 1.0 if (view := sites.view(tap)) is None else view.factor
                for point, tap in sites.taps("transformers")}  # fmt: skip
@@ -240,7 +240,7 @@ class TransformersEngine(Engine):
 
         only_uniform(numerics, "Transformers")
         if recompute not in WAYS:
-            raise unknown("way to recompute", str(recompute), WAYS, "recompute")
+            raise unknown("recompute mode", str(recompute), WAYS, "recompute")
         if padding_side not in ("left", "right"):
             raise unknown("padding side", str(padding_side), ("left", "right"), "padding_side")
         for option, size in {"max_num_seqs": max_num_seqs, "max_records": max_records, "bank_bytes": bank_bytes,
@@ -338,7 +338,7 @@ class TransformersEngine(Engine):
             self._call(self._release, runs)
 
     def status(self) -> dict[str, int]:
-        """Return counts: programs, runs, vectors, free records, planned steps, and batches in full or from a cut."""
+        """Return counts: programs, runs, vectors, free records, planned steps, batches run in full or from a cut."""
         batches = {f"batches_{way}": count for way, count in self._recompute.passes.items()}
         return self._call(lambda: {**self.runtime.status(), **self._room.counts(), **batches}).result()
 
@@ -430,11 +430,11 @@ class TransformersEngine(Engine):
         """Serve a batch. A program that does not fit waits for the next batch if this one has a cut; otherwise it
         fails.
 
-        The device computes a single-step batch while the next one is admitted, so it is finished after that one starts.
+        The device computes a single-step batch while the next is admitted, so it is finished once the next has started.
         """
         errors = self._admit(requests)
         if self._unfinished is not None and any(isinstance(error, CapacityError) for error in errors):
-            self._finish_last()  # frees room; then all are placed again, because small ones may block a large one
+            self._finish_last()  # frees room; then place all again, because small programs may block a large one
             self._free([request.run for request in requests])
             errors = self._admit(requests)
         may_wait = cut is not None and None in errors
@@ -514,7 +514,7 @@ class TransformersEngine(Engine):
         return placement
 
     def _free(self, runs: Iterable[str]) -> None:
-        """Free the resources held for runs' programs."""
+        """Free the resources of runs' programs."""
         for run in runs:
             self.runtime.free([run])
             self.runtime.drop_code(run)

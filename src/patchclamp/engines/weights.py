@@ -22,13 +22,13 @@ from patchclamp.sites.tables import REORDERED
 if TYPE_CHECKING:
     import torch
 
-PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # of a module's `quant_method`
-INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn")  # in layers whose attention and MLP may share a norm
+PLAIN = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # classes of `quant_method`
+INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn")  # of layers whose attention and MLP may share one norm
 
 
 class WeightKind(NamedTuple):
-    """shape: its dimensions · point: the kind of the adjacent points; empty: one per model · axis: the dimension
-    sharded across tensor-parallel workers; None: replicated"""
+    """A kind of weight. shape: its dimensions; point: the kind of the adjacent points ("": the model has one such
+    weight); axis: the dimension sharded across tensor-parallel workers (None: replicated)."""
 
     shape: str
     point: str = ""
@@ -54,7 +54,7 @@ _IN_FULL = re.compile(r"(?:embed|unembed|pos_embed)\.(\w+)|blocks\.(\d+)\.(?:att
 
 
 def short_name(name: str, layer: int | None) -> tuple[str, int | None]:
-    """Return the name and layer of a weight, also from TransformerLens' full name, such as blocks.5.attn.W_O."""
+    """Return a weight's name and layer. Accepts TransformerLens' full names, such as blocks.5.attn.W_O."""
     found = _IN_FULL.fullmatch(name) if isinstance(name, str) else None
     if found is None or layer is not None:
         return name, layer
@@ -62,8 +62,8 @@ def short_name(name: str, layer: int | None) -> tuple[str, int | None]:
 
 
 def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
-    """Return the requested layers of a weight: one, or all that have it; empty for a weight that occurs once in the
-    model.
+    """Return the layers from which to read a weight: the given layer, or all layers that have it; empty for a weight
+    that occurs once per model.
 
     Raises: `UnknownName` for an unknown name, `UnsupportedSite` for a layer, or a model, without such a weight.
     """
@@ -228,8 +228,8 @@ class _Reader:
         return by_head_IHE[0] if is_bias else by_head_IHE.transpose(0, 1)
 
     def _beside(self, word: str, tap: Tap) -> torch.nn.Module | None:
-        """Return the module that computes queries, keys or values; if `tap` is at a norm, the one named like the
-        values'."""
+        """Return the module that computes queries, keys or values. If their site's tap is at a norm, return the module
+        beside that of the values (at `tap`) with the corresponding name."""
         own = self._find(self._tap(word).module) if word in self._sites.family.points else None
         if own is not None and _is_linear(own):
             return own
@@ -243,7 +243,7 @@ class _Reader:
         tap = self._tap("z")
         if tap.moment == "in":
             return self._find(tap.module)
-        parent = self._find(tap.module.rpartition(".")[0])  # vLLM's attention layer is beside it
+        parent = self._find(tap.module.rpartition(".")[0])  # the projection is a sibling of vLLM's attention layer
         children = () if parent is None else parent.children()
         return next((child for child in children if type(_inner(child)).__name__ == "RowParallelLinear"), None)
 

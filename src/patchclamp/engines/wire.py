@@ -12,7 +12,7 @@
     POST free        `Free`
     GET  live/...    by session: heartbeat bytes while the client holds the connection. When it closes, the client is
                      considered dead unless it reconnects at once
-    POST tokenizer   `Tokenize`; returns the result of that method of `Tokenizer`
+    POST tokenizer   `Tokenize`; returns the result of the named `Tokenizer` method
     POST weight      `Weight`; returns safetensors, or no bytes if the model has no such weight
     POST sampling    sampling parameters; an error if the engine does not accept them
     GET  status      counts, as `Engine.status`
@@ -44,7 +44,7 @@ PREFIX = "/v1/patchclamp/engine"
 LEASE_S = 60.0  # without a heartbeat, until a client is considered dead and its captures are freed
 BEAT_S = 15.0  # between two bytes of `live`
 MAX_REQUESTS = 512  # per batch
-MAX_PROGRAMS = 8192  # to grade, that a client sends at a time; the last job may exceed it
+MAX_PROGRAMS = 8192  # that a client sends per grading request; the last job may exceed it
 MAX_BODY_BYTES = 1 << 27
 
 
@@ -114,7 +114,7 @@ class WireJob(msgspec.Struct):
 
 
 class WireJobs(msgspec.Struct):
-    """Jobs to grade. vectors: as in a `WireBatch`; rows: the row count of each run that they read, by bank key."""
+    """Jobs to grade. vectors: as in a `WireBatch`; rows: the row count of each run that jobs read, by bank key."""
 
     jobs: list[WireJob]
     vectors: bytes = b""
@@ -201,8 +201,8 @@ class Failed(msgspec.Struct, tag="error"):
 
 
 class GradedPart(msgspec.Struct, tag="grades"):
-    """Results of programs in job `i`: their indices, int64, and the arguments of `GradeTable.take`; −1 is the prompt
-    without a program."""
+    """Results of job `i`. number: program indices, int64 (−1: the prompt without a program); columns: the arrays that
+    `GradeTable.take` receives as `found`."""
 
     i: int
     number: bytes
@@ -216,7 +216,7 @@ class GradedPart(msgspec.Struct, tag="grades"):
         return cls(i, number.tobytes(), [b"" if of is None else of[number].tobytes() for of in columns], errors)
 
     def read(self, table: GradeTable, first: int) -> np.ndarray:
-        """Add the results to a table with the job's programs starting at index `first`. Return their indices in it."""
+        """Add the results to a table where this job starts at program `first`; return the programs' table indices."""
         number = np.frombuffer(self.number, np.int64)
         number = np.where(number < 0, -1, number + first)
         dtypes = np.float32, np.float32, np.int64, np.float32
@@ -282,7 +282,7 @@ class CapturedFile:
                 self._places.appendleft(place[size:])
 
     def captured(self) -> list[Captured]:
-        """Return positions and rows after the last byte. Raises `EngineError` if data is missing."""
+        """Return positions and rows once all bytes have arrived. Raises `EngineError` if any are missing."""
         import torch
 
         if self._tensors is None or self._places:
@@ -299,7 +299,7 @@ class CapturedFile:
             tensors = parse_header(header).tensors
             names = {f"{i} {what}" for i in range(self._count) for what in ("positions", "rows")}
             if tensors.keys() != names or not all(each.dtype in DTYPES for each in tensors.values()):
-                raise ValueError(f"tensors {', '.join(list(tensors)[:4])} …")
+                raise ValueError(f"unexpected tensors {', '.join(list(tensors)[:4])} …")
         except ValueError as error:
             raise EngineError(f"the captures do not match the request: {error}") from None
         for name, each in sorted(tensors.items(), key=lambda pair: pair[1].data_offsets):

@@ -40,7 +40,7 @@ from patchclamp.plan.room import Placement, Room, resident_sizes
 from patchclamp.plan.table import record_count
 from patchclamp.sites import SiteMap
 
-MAX_WORDS = 1 << 16  # the oldest are dropped first
+MAX_WORDS = 1 << 16  # stored entries; the oldest are dropped first
 
 
 class LastWords:
@@ -127,7 +127,7 @@ class SelfCheck(msgspec.Struct):
     Rows at `embed` are captured along with the request's own captures, through the same labels, buffers and positions.
     They must equal the embedding matrix's rows for the tokens at these positions.
 
-    positions, ids: [N], since the last check; a request that may end at a stop text is checked repeatedly
+    positions, ids: tokens since the last check, [N]; a request that may end at a stop text is checked repeatedly
     is_first: True for the first check
     """
 
@@ -152,11 +152,11 @@ class RequestProgram:
     )  # fmt: skip
 
     def __init__(self, admission: Admission, carried: bytes, images: tuple[tuple[int, int], ...] = ()) -> None:
-        """`images`: the spans of the prompt's images."""
+        """Decode a program. `images`: the (begin, end) span of each image in the prompt."""
         decoded = decode(carried)
         self.images = images
         self.checked: tuple[PositionRange, ...] = ()  # positions of a self-check
-        self.unchecked: int = 0  # the first of them that was not checked yet
+        self.unchecked: int = 0  # the first position that was not checked yet
         self.seen_whole: tuple[tuple[int, int], ...] | tuple[()] = images if admission.images_see_ahead else ()
         self.carried, self.sizes, self.bound = carried, decoded.sizes, decoded.bound
         lowest = lowest_edit(self.bound, self.seen_whole)
@@ -194,9 +194,9 @@ class _SharedVector(msgspec.Struct):
 
 
 class Admission:
-    """The programs and resources of an engine core, for a model of `sites` on `workers` workers. `images_see_ahead`:
-    True if image tokens attend to later tokens of their image. `check_rate`: the labels of one in this many requests
-    with captures are checked; 0: none."""
+    """The programs and resources of an engine core. `workers`: the number of workers. `images_see_ahead`: True if image
+    tokens attend to later tokens of the same image. `check_rate`: check the labels of every N-th request with
+    captures; 0: never."""
 
     images_see_ahead: bool
     updates: Callable[[], int]  # counts the calls that may have changed the model's weights in place; set by the core
@@ -208,7 +208,7 @@ class Admission:
         self._check_rate, self._checkable = check_rate, 0  # requests with captures so far
         self.programs: dict[str, RequestProgram] = {}  # of unfinished requests, admitted or waiting
         self._queue: list[tuple[tuple[float, ...], int, Any]] = []  # a heap of requests; some have ended
-        self._waiting: dict[str, Any] = {}  # requests that wait
+        self._waiting: dict[str, Any] = {}  # queued requests by id
         self._blocked: Any = None  # the head of the queue, if it had no room and none was freed since
         self._order = itertools.count()
         self._vectors: dict[str, _SharedVector] = {}
@@ -233,8 +233,8 @@ class Admission:
         return self._words.since(number)
 
     def hold(self, vectors: bytes, keys: list[str], drop: list[str]) -> None:
-        """Store inline vectors [n, W] (as safetensors) and count references: `keys` adds holders, `drop` removes
-        them."""
+        """Store inline vectors [n, W] (as safetensors). Add a reference to each vector in `keys`; drop one from each in
+        `drop`, and delete vectors without references."""
         rows = safetensors.numpy.load(vectors) if vectors else {}
         for key in keys:
             if key not in self._vectors and key in rows:  # otherwise its readers get `MissingSource`
@@ -261,8 +261,8 @@ class Admission:
                 self._blocked = None
 
     def renew(self, session: str, ago_s: float = 0.0, extend: bool = False) -> None:
-        """Renew the lease of the client with runs named `session-…`, as of `ago_s` seconds ago. `extend`: only extend
-        it."""
+        """Renew the lease of the client with runs named `session-…`, as of `ago_s` seconds ago. `extend`: never
+        shorten it."""
         heard_s = time.monotonic() - ago_s
         self._sessions[session] = max(heard_s, self._sessions.get(session, heard_s)) if extend else heard_s
 
@@ -297,8 +297,8 @@ class Admission:
         self, name: str, blocks: tuple[int, int], slots: tuple[int, int], records: tuple[int, int],
         sizes: dict[str, Any],
     ) -> bytes | None:  # fmt: skip
-        """Lease resources to a job's cells: cache blocks, slots and records (the minimum and maximum of each), and rows
-        for keys of these sizes. Returns the encoded `Lease`, or None without room."""
+        """Lease resources to a job's cells: cache blocks, slots and records (the minimum and maximum of each), and bank
+        rows (`sizes` by key). Returns the encoded `Lease`, or None without room."""
         assert self.pool is not None
         assert name not in self._leases
         count = min(blocks[1], self.pool.free // 2)  # requests need the rest
@@ -314,7 +314,7 @@ class Admission:
         return msgspec.msgpack.encode(lease)
 
     def give(self, name: str) -> None:
-        """End a lease."""
+        """Free a lease's resources."""
         lease = self._leases.pop(name, None)
         if lease is not None:
             assert self.pool is not None
@@ -330,7 +330,7 @@ class Admission:
         return len(self._waiting) + len(self.errors)
 
     def arrive(self, request: Any, program: RequestProgram, priority: tuple[float, ...]) -> bool:
-        """Admit a request's program if there is room; else queue it (lower `priority` first), or record an error."""
+        """Admit a request's program and return True. Without room, queue it (lower `priority` first). Record errors."""
         self.programs[request.request_id] = program
         program.arrived_s = time.monotonic()
         try:
@@ -354,8 +354,8 @@ class Admission:
         return False
 
     def _check(self, program: RequestProgram) -> None:
-        """Raise `ProgramError` for an invalid program, or one with captures whose run name is already in use, as with
-        `n` > 1, where all choices of a prompt share a program."""
+        """Raise `ProgramError` for an invalid program, or for captures under a run name already in use. With `n` > 1, a
+        prompt's choices share one program and so one run name."""
         bound, points = program.bound, self._sites.points
         for op in bound.ops:
             if op.points and not 0 <= min(op.points) <= max(op.points) < len(points):
@@ -370,7 +370,7 @@ class Admission:
             if rows < 0 or width < 1 or not whole:
                 raise ProgramError(f"invalid source size: {rows} rows of {width} numbers")
             if key in self._vectors and self._vectors[key].rows.shape != (rows, width):
-                raise ProgramError(f"vector {key[2:14]}: size does not match the one the program declares")
+                raise ProgramError(f"vector {key[2:14]}: expected the size {(rows, width)} that the program declares")
         if any(op.kind == CAPTURE for op in bound.ops):
             if bound.run in self._capturing:
                 raise ProgramError(
@@ -451,8 +451,8 @@ class Admission:
         return True
 
     def _loading(self, placement: Placement) -> Placement:
-        """Request the rows that any worker may lack, and record their source runs."""
-        # each worker's bank has only what earlier programs read there, and the rows of a lease may come after a step
+        """Return the placement with all rows to load that a worker may lack; record the rows' source runs."""
+        # a worker's bank has only rows that earlier programs read there, and a lease's rows may be loaded a step later
         if self._workers > 1 or self._leases:
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
         for name in placement.load:

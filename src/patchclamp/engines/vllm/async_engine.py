@@ -139,7 +139,7 @@ class AsyncEngine(VllmFrontEnd):
         """Carry out a grading's calls. The core steps its requests between batches. `beat` is called while the grading
         waits for room, to detect a disconnected caller."""
         name = secrets.token_hex(8)  # clients may use one name for two jobs
-        tries = int(LEASE_S / RETRY_S)  # others may hold what it needs
+        tries = int(LEASE_S / RETRY_S)  # other requests may hold its resources
 
         async def after(result: Any) -> tuple[str, tuple[Any, ...]]:
             return await self._loop.run_in_executor(self._preparing, next_call, calls, result)
@@ -257,8 +257,8 @@ class AsyncEngine(VllmFrontEnd):
         """Yield vLLM's outputs of a request with a program.
 
         The program is encoded from `request.bound`, or given as `carried`. `params` is modified. Before the last output
-        is yielded, `ended(output, ids)` is called with it and all generated ids. `within` is entered meanwhile. If the
-        caller sets `request.ended` before it requests the next output, the request is aborted and no output follows.
+        is yielded, `ended(output, ids)` is called with it and all generated ids. `within` is entered while the
+        request runs. If the caller sets `request.ended` before it asks for the next output, the request is aborted.
 
         Raises the run's error in place of the last output, or `EngineError` if vLLM did not confirm the program.
         """
@@ -291,7 +291,7 @@ class AsyncEngine(VllmFrontEnd):
                     if request.ended and not output.finished:
                         core = self._core_of_run(request.run)
                         verdict = verdict_of(await self.ask("verdict", request.run, only=core))
-                        if verdict is not None:  # else it has ended there, and its last output is under way
+                        if verdict is not None:  # else it has ended there, and its last output is in flight
                             confirm(request.run, verdict, carried)
                             self._count(request, ids)
                             if ended is not None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from patchclamp.runtime import Runtime
 
 MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
-LATER = b"later"  # a worker's answer to a call that must be repeated
+LATER = b"later"  # a worker's answer if the call must be repeated
 
 
 class JobPrompt(msgspec.Struct, array_like=True):
@@ -93,7 +93,7 @@ class BatchResult(msgspec.Struct, array_like=True):
     stepped: bool = False
 
     def read(self, parts: Sequence[JobPart], tables: Sequence[GradeTable]) -> Iterator[tuple[int, np.ndarray]]:
-        """Add the results to the tables of the parts' jobs. Yields each job's index and its newly graded programs."""
+        """Add the results to the jobs' tables. Yield (job index, indices of the job's newly graded programs)."""
         number = np.frombuffer(self.number, np.int64)
         ends = np.cumsum([of.cells.count for of in parts])
         part = np.where(number < 0, -1 - number, np.searchsorted(ends, number, "right"))
@@ -111,8 +111,8 @@ class BatchResult(msgspec.Struct, array_like=True):
 
 
 class Bulk:
-    """One worker's jobs. `at_work`: a context in which the model runs with taps. `await_logits` is called before logits
-    are computed, to make their tap act."""
+    """One worker's jobs. `at_work`: a context in which the model runs with taps. `await_logits`: called before logits
+    are computed, so that the logits tap acts."""
 
     def __init__(
         self, runtime: Runtime, model: BatchModel, at_work: Callable[[], AbstractContextManager[Any]],
@@ -122,7 +122,7 @@ class Bulk:
         self._jobs: dict[str, _RunningJob] = {}
 
     def open(self, name: str, job: Job, remote: dict[str, torch.Tensor]) -> None:
-        """Prepare a job. It may fail on a single worker, so no worker waits for others in this call."""
+        """Prepare a job. Workers do not wait for each other in this call, because it may fail on a single worker."""
         self._jobs[name] = _RunningJob(self, job, remote)
 
     def close(self, name: str) -> None:
@@ -144,7 +144,7 @@ class Bulk:
 class _Launched(NamedTuple):
     """A batch in flight.
 
-    number, slot: the cells and their slots
+    number, slot: the cells' indices and slots
     cell, score: the indices of each scored token's cell and score
     found: results being copied to the host
     count: the number of cells launched so far · rows: the number of rows in the batch
@@ -175,7 +175,7 @@ class _RunningJob:
         self._ids = np.zeros((len(sequences), int(self._length.max())), np.int64)
         for ids, row in zip(sequences, self._ids, strict=True):
             row[: len(ids)] = ids
-        # by part: the length of its prompt, its number of sequences, and the first of them
+        # by part: prompt length, number of sequences, and index of the first sequence
         self._prompt = np.array([len(part.prompt) for part in job.parts])
         self._sequences = np.array([len(part.suffixes) for part in job.parts])
         self._first = np.cumsum(self._sequences) - self._sequences
@@ -185,7 +185,7 @@ class _RunningJob:
         logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._edits_logits = any((group.point == logits).any() for group in self._cells.groups)
         self._streams: Streams | None = None
-        self._row = np.cumsum(self._prompt) - self._prompt  # by part: the first of its rows there
+        self._row = np.cumsum(self._prompt) - self._prompt  # by part: the first of its rows in `_streams`
         self._base: dict[int, torch.Tensor] = {}  # by part: log-probabilities of its next token without a program, [V]
 
     def _order_cells(self) -> None:
@@ -208,7 +208,7 @@ class _RunningJob:
         for i, group in enumerate(self._cells.groups):
             self._group_of[group.number], self._at[group.number] = i, np.arange(len(group.number))
         self._next = 0
-        # what the cells take of a batch: rows, own blocks, rows with logits, sequences, slots, records
+        # cumulative use of a batch's resources: rows, own blocks, rows with logits, sequences, slots, records
         block, per_part = self._model.block, functools.partial(np.add.reduceat, indices=self._first)
         count, start = self._sequences[self._part], self._start
         records = np.array([*(group.records.shape[1] for group in self._cells.groups), 0])[self._group_of[self._order]]
@@ -267,7 +267,7 @@ class _RunningJob:
         before, self._launched = self._launched, None
         if self._next < len(self._order):
             self._launched = self._launch(self._take(rows))
-        if self._bulk.runtime.device.type == "cpu":  # which has computed it
+        if self._bulk.runtime.device.type == "cpu":  # the batch is computed already
             before, self._launched = self._launched, None
         return None if before is None else self._result(before)
 
@@ -276,7 +276,7 @@ class _RunningJob:
         number, part, model, runtime = self._order[which], self._part[which], self._model, self._bulk.runtime
         slot_of_cell = self._install(number)
         sequences = self._sequences[part]
-        first = np.cumsum(sequences) - sequences  # of each cell, among the batch's sequences
+        first = np.cumsum(sequences) - sequences  # each cell's first sequence in the batch
         cell = np.repeat(np.arange(len(number)), sequences)
         sequence = self._first[part][cell] + np.arange(len(cell)) - first[cell]
         start, length = self._start[which][cell], self._length[sequence]
@@ -324,8 +324,8 @@ class _RunningJob:
         return BatchResult(*parts, errors, left, batch.rows)  # pyright: ignore[reportCallIssue]
 
     def _terms(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each token to score in cells of these parts: the cell's index, and (score, sequence, offset,
-        token)."""
+        """Return the tokens to score in cells of these parts: each token's cell index, [n], and its (score, sequence,
+        offset, token), [n, 4]."""
         cells, terms = [], []
         for i in np.unique(part).tolist():
             of_part = [(j, *term) for j, score in enumerate(self._job.parts[i].terms) for term in score]
@@ -353,8 +353,8 @@ class _RunningJob:
         return slots
 
     def _tables(self, part: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Return each sequence's blocks, [G, C, blocks]: its prompt's, then its own. Copies the part shared with the
-        prompt."""
+        """Return each sequence's blocks, [G, C, blocks]: the prompt's, then the sequence's own. Copy the block
+        that a sequence shares only in part."""
         model = self._model
         shared, total = start // model.block, -(-length // model.block)
         width = int(total.max())
@@ -426,7 +426,7 @@ class _RunningJob:
 
 
 def _placed(runtime: Runtime, keys: list[str], job: Job, remote: dict[str, torch.Tensor]) -> Placed:
-    """Return the addresses of a job's keys, after writing their rows to the bank."""
+    """Write the rows of a job's bank keys to the bank, and return their addresses."""
     placement, resident = job.lease.placement, runtime.resident
     vectors = {key: torch.from_numpy(rows) for key, rows in safetensors.numpy.load(job.vectors).items()}
     resident.forget(placement.load)
@@ -435,7 +435,7 @@ def _placed(runtime: Runtime, keys: list[str], job: Job, remote: dict[str, torch
     shards = runtime.shards
     first, end = (np.array([getattr(shard, name) for shard in shards]) for name in ("first", "end"))
     is_sharded = [runtime.sites.shard_count(point.number) > 1 for point in runtime.sites.points]
-    ways = {("", ""): 0}  # by the columns that are read
+    ways = {("", ""): 0}  # index by range of columns
     way = [ways.setdefault((str(shard.first), str(shard.end)), len(ways)) if apart else 0
            for shard, apart in zip(shards, is_sharded, strict=True)]  # fmt: skip
     begin, width = np.zeros((2, len(ways), len(keys)), np.int64)

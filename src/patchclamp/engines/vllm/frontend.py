@@ -66,16 +66,16 @@ if TYPE_CHECKING:
 
 Shard = TypeVar("Shard")  # one worker's part of some rows
 Grading = Generator[tuple[str, tuple[Any, ...]], Any, None]
-SORTED = 1 << 14  # cells that are sorted by where they begin, on a GPU
-LATER_S = 0.001  # before a call is repeated
-FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the first batch of all; the most time of a batch
+SORTED = 1 << 14  # on a GPU: cells per window that is sorted by start
+LATER_S = 0.001  # seconds before a call is repeated
+FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the very first batch; maximum batch duration
 
 
 class BatchFacts(NamedTuple):
     """Facts about a worker's batches.
 
     refusal: the reason why batches are not supported; "" if they are
-    block, blocks: the number of tokens in a cache block, and of blocks
+    block, blocks: the number of tokens per cache block, and the number of blocks
     groups: the number of layer groups with separate block tables
     rows, sequences: the maximum per batch
     """
@@ -96,7 +96,7 @@ class VllmFrontEnd(Engine):
     """The shared half of both engines."""
 
     config: VllmConfig
-    keeps_scores = True  # of the engine's own probes, in the answers to its requests
+    keeps_scores = True  # of the always-on probes, in answers to this engine's requests
 
     def __init__(self) -> None:
         self._receiver = shared.CaptureReceiver(self.release)
@@ -271,10 +271,10 @@ class VllmFrontEnd(Engine):
     def _sizes_of(
         self, cells: CellRecords, jobs: Sequence[GradeJob], vectors: Mapping[str, np.ndarray]
     ) -> dict[str, tuple[int, int]]:
-        """Return the sizes of the rows that cells read, by name in the bank."""
+        """Return the (rows, width) of each bank entry that cells read, by its key in the bank."""
         sources, sizes = {source.key: source for job in jobs for source in job.sources}, {}
         sharded = np.array([self.sites.shard_count(point.number) > 1 for point in self.sites.points])
-        read = np.zeros((len(cells.keys) + 1, 2), bool)  # the last: by records without a key, −1
+        read = np.zeros((len(cells.keys) + 1, 2), bool)  # the last row: records without a key, −1
         for group in cells.groups:
             apart = (sharded[group.point] & (group.records["kind"] != MATCH)).astype(np.int8)
             for index in (group.key, group.beside):
@@ -374,7 +374,7 @@ class Underway:
     output. The text is vLLM's own, which holds back possible stop texts.
 
     tables: log-probabilities that have arrived but not been read
-    monitored: scores of the engine's probes that have arrived, under 0
+    monitored: scores of the always-on probes that have arrived, under key 0
     decode: decodes (ids, True if the last id stopped the run) when the text is read; None if vLLM decodes them
     """
 
@@ -417,7 +417,7 @@ class Underway:
             request.listener(Part(new.text, ids, logprobs[: len(ids)], self._news()))
 
     def _news(self) -> dict[str, PartScores]:
-        """Return new scores of the engine's probes."""
+        """Return the always-on probes' new scores, by probe name."""
         if (run := self.monitored.get(0)) is None:
             return {}
         first, products = run.news()
@@ -425,7 +425,7 @@ class Underway:
         return {each.probe.name: PartScores(positions, each.scores(products)) for each in self._monitors}
 
     def answer(self, output: RequestOutput | None = None) -> Answer:
-        """Return the answer after the last output, or (None) that of a request that was ended early."""
+        """Return the answer after the last output; `output` is None for a request that was ended early."""
         ids, decode, last = self._ids, self._decode, None if output is None else output.outputs[0]
         tokens, numbers = ([], []) if self._prompt is None else (each.tolist() for each in self._prompt)
         likeliest = zip(tokens, numbers, strict=True) if self.request.prompt_logprobs else ()
@@ -482,12 +482,12 @@ def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captur
 
 
 def top_tokens_of(answers: Iterable[tuple[list[bytes], bytes, bytes] | None], top: int) -> list[TopTokens]:
-    """Return a lens's results from a worker that has them."""
+    """Return a lens's results, from the first worker that has them."""
     return PackedTokens(*next(answer for answer in answers if answer is not None)).read(top)
 
 
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
-    """Return the shards with rows, or else the first. Projected rows are only on the worker with all columns."""
+    """Return the shards with rows, or the first. Projected rows are only on the worker with all columns."""
     return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]
 
 

@@ -132,7 +132,7 @@ class MonitorTap:
             if views.get(point) is not None:
                 at = next(monitor.probe.at for monitor in monitors if point in monitor.points)
                 raise UnsupportedSite(
-                    f"an always-on probe cannot read {at}, part of a tensor: use the stream "
+                    f"an always-on probe cannot read {at}, which is only part of a tensor: use the stream "
                     "(resid_pre, resid_mid or resid_post)"
                 )
             places = sorted((monitor.columns[monitor.points.index(point) * monitor.outputs + number], row)
@@ -153,7 +153,7 @@ class MonitorTap:
         self.products[: len(h_RD), first:end] = h_RD @ weight_Dk
 
     def taken(self, rows: int) -> Callable[[], np.ndarray]:
-        """Copy a step's products [rows, K] to the host. Returns a function that waits for the copy and returns it."""
+        """Start a copy of a step's products [rows, K] to the host; return a function that awaits and returns it."""
         import torch
 
         copied = self.products[:rows].to("cpu", non_blocking=True, copy=True)
@@ -173,8 +173,8 @@ class MonitorTap:
 
 
 class _Step(NamedTuple):
-    """A scheduled step of N requests: their lanes and the lanes' versions, first positions and token counts [N], and
-    the slots of all tokens [T]."""
+    """A scheduled step of N requests: their lanes (rows in `SlotScores`), lane versions, first positions and token
+    counts, [N] each, and the cache slots of all tokens, [T]."""
 
     names: list[str]
     lanes: np.ndarray
@@ -194,7 +194,7 @@ class _Taken(NamedTuple):
 
 
 class SlotScores:
-    """Every cached token's products by KV-cache slot, and the part of each request already sent.
+    """Every cached token's products by KV-cache slot, and the number of tokens sent for each request.
 
     columns: K, the products per token · blocks, block: the number of blocks, and of tokens in a block
     length: the maximum number of tokens of a request
@@ -204,9 +204,9 @@ class SlotScores:
         self._block = block
         self.by_slot: np.ndarray = np.full((blocks * block, columns), np.nan, np.float32)
         self._unsent: dict[int, tuple[int, np.ndarray]] = {}  # first position and products, by the id of an output
-        self._steps: dict[int, _Step] = {}  # under way, by number
-        # by lane (a request's row): its blocks, their count, its tokens with scores, and its tokens sent; and a
-        # version that changes with the request, and when it begins again after a preemption
+        self._steps: dict[int, _Step] = {}  # in flight, by step number
+        # by lane (a request's row): its blocks, their count, its tokens with scores, its tokens sent, and a version
+        # that changes with the request, and when the request restarts after preemption
         self._tables = np.zeros((64, -(-length // block)), np.int64)
         self._filled, self._known, self._sent, self._version = (np.zeros(64, np.int64) for _ in range(4))
         self._lanes: dict[str, int] = {}
@@ -219,8 +219,8 @@ class SlotScores:
         self, step: int, names: list[str], starts: list[int], counts: Mapping[str, int], total: int,
         blocks: Sequence[tuple[str, Sequence[int], bool]],
     ) -> None:  # fmt: skip
-        """Record a step, under any number: its requests with their first positions and token counts, `total` tokens,
-        and each request's new blocks: all its blocks (True), or those appended (False)."""
+        """Record step number `step`: its requests with their first positions and token counts, `total` tokens, and each
+        request's new block ids, which replace (True) or extend (False) its earlier ones."""
         self._steps.pop(step, None)  # of a step that failed
         for name, ids, is_whole in blocks:
             if is_whole:
@@ -259,13 +259,13 @@ class SlotScores:
         self._known[lanes[same]] = (starts + counts)[same]
 
     def take_all(self, outputs: Sequence[Any]) -> _Taken:
-        """Take the new scores for these outputs' requests. Call this before the blocks of ended requests are reused;
+        """Take the new scores of these outputs' requests. Call this before the blocks of ended requests are reused;
         the outputs may be sent later."""
         return _Taken(list(outputs), *self._take([output.request_id for output in outputs]))
 
     def message(self, outputs: Sequence[Any], taken: _Taken | None) -> list[bytes]:
-        """Return the scores to send with these outputs: their first positions and token counts, int64, and the
-        products, fp32. `taken`: this step's scores; earlier scores were kept. Empty without outputs."""
+        """Return the scores to send with these outputs: first positions and token counts (int64), and products (fp32).
+        `taken`: this step's scores; those of earlier steps were kept. Empty without outputs."""
         now = [] if taken is None else taken.outputs
         if taken is not None and now and len(outputs) == len(now) and all(map(operator.is_, outputs, now)):
             return [taken.firsts.tobytes(), taken.counts.tobytes(), taken.products.tobytes()]
@@ -306,7 +306,7 @@ class SlotScores:
             self.leave(self._ended.pop())
 
     def leave(self, name: str) -> None:
-        """Drop an aborted request."""
+        """Drop an ended or aborted request."""
         lane = self._lanes.pop(name, None)
         if lane is not None:
             self._known_lanes = [], self._known_lanes[1]
@@ -314,7 +314,7 @@ class SlotScores:
             self._free.append(lane)
 
     def _begin(self, name: str, blocks: Sequence[int]) -> None:
-        """Place a request that starts, or restarts after preemption."""
+        """Assign a lane to a request that starts, or restarts after preemption."""
         lane = self._lanes.get(name)
         if lane is None:
             if not self._free:
@@ -392,7 +392,7 @@ class MonitoredRun:
 
     def __init__(self) -> None:
         self.parts: list[tuple[_Stretch, int]] = []
-        self.end, self._held = 1 << 62, list[np.ndarray]()  # those at or after `end`
+        self.end, self._held = 1 << 62, list[np.ndarray]()  # products at or after `end`
         self._read = self._steps = self._tokens = 0  # parts read, steps of the next one, tokens that `news` returned
 
     def products(self) -> np.ndarray:
@@ -432,17 +432,17 @@ class MonitorLog:
         self.runs: weakref.WeakValueDictionary[str, Choices] = weakref.WeakValueDictionary()
         self._columns = columns_of(monitors)
         self._message: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-        self._taken, self._part = 0, 0  # outputs of the message that have come, and parts in which they came
+        self._taken, self._part = 0, 0  # the message's outputs that have arrived, and the calls of `file` for them
         self._stretches: dict[int, _Stretch] = {}  # the latest one, by part
 
     def arrived(self, message: Sequence[bytes]) -> None:
-        """Take the scores that an output carries, for itself and for the outputs that follow it."""
+        """Receive a message of scores. Its scores are for the output that carries it and for later ones."""
         firsts, counts, products = (np.frombuffer(part, kind) for part, kind in zip(message, _KINDS, strict=True))
         self._message, self._taken, self._part = (firsts, counts, products.reshape(-1, self._columns)), 0, 0
 
     def file(self, names: list[str], owner: Callable[[str], tuple[str, int] | None]) -> None:
-        """Store the message's scores for the next outputs, which belong to these requests of the core. `owner` returns
-        a request's submitted name and choice index; None if it has ended."""
+        """Assign the message's next scores to these requests, given by the core's names. `owner` returns a request's
+        submitted name and choice index, or None if it has ended."""
         if self._message is None:
             return
         firsts, counts, products = self._message

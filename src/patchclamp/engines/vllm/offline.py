@@ -31,7 +31,7 @@ Ended = Callable[["CompletionOutput", Request, "Answer | PatchclampError"], None
 
 
 class CallersRequest(NamedTuple):
-    """A request that the caller gave to the `LLM`. `ended` is called for each of its completions."""
+    """A request that the caller added to the `LLM`. `ended` is called for each of its completions."""
 
     request: Request
     carried: bytes | None
@@ -62,7 +62,7 @@ class OfflineEngine(VllmEngine):
         self.remote = core_here(engine) is None or config.parallel_config.world_size > 1
         self._steps = SharedSteps(engine, self._of_caller)
         if core_here(engine) is not None:
-            alive.add(self)  # other engines leave the state that it shares with them when they close
+            alive.add(self)  # other engines must keep shared state when they close
         self._start_on(config)
         self._describe(config.model_config.model, config, engine.get_tokenizer, engine.output_processor)
 
@@ -87,7 +87,7 @@ class OfflineEngine(VllmEngine):
             futures = super().submit(requests)
             while not all(future.done() for future in futures):
                 if not self._serve() or not (is_busy(self._engine) or self._held_back):
-                    raise EngineError("vLLM lost a request")
+                    raise EngineError("vLLM has no more work, but a request has no answer")
                 self._step()
         return futures
 
@@ -95,10 +95,10 @@ class OfflineEngine(VllmEngine):
         """Do nothing: the caller owns the engine and may continue to use it."""
 
     def sleep(self, level: int = 1) -> None:
-        raise EngineError("call sleep on the vllm.LLM")
+        raise EngineError("the engine belongs to a vllm.LLM: call its sleep() instead")
 
     def wake(self) -> None:
-        raise EngineError("call wake_up on the vllm.LLM")
+        raise EngineError("the engine belongs to a vllm.LLM: call its wake_up() instead")
 
     def add(
         self, ours: CallersRequest, stock: Callable[..., str], name: str, prompt: Any, params: SamplingParams,
@@ -122,8 +122,8 @@ class OfflineEngine(VllmEngine):
         return name in self._waiting
 
     def check_unused(self, name: str, has_run: bool) -> None:
-        """Raise `NameTaken` for the id of an unfinished request if either request has a run: outputs have only this
-        id."""
+        """Raise `NameTaken` for the id of an unfinished request if either request has a run: its outputs could not be
+        told apart."""
         if not clients.is_unfinished(self._engine, name):
             self._forget_caller(name)  # if it was aborted
         elif has_run or name in self._callers:
@@ -143,13 +143,13 @@ class OfflineEngine(VllmEngine):
             self._steps.own_step()
 
     def _of_caller(self, outputs: list[Any]) -> list[Any]:
-        """Read a step's outputs. Return the caller's; outputs of ended requests have their runs."""
+        """Read a step's outputs, end the runs of finished requests, and return the caller's outputs."""
         theirs = self._take(outputs)
         for output in theirs:
             if output.finished and output.request_id in self._callers:
                 self._end_caller(output)
         if not self._engine.output_processor.has_unfinished_requests():
-            for name in list(self._callers):  # the caller has aborted them
+            for name in list(self._callers):  # the caller aborted their requests
                 self._forget_caller(name)
         if self._released:
             self._release([self._released.popleft() for _ in range(len(self._released))])

@@ -5,7 +5,7 @@ are removed from `additional_config` before vLLM hashes it for its compile cache
 
 Metrics are exported with vLLM's own at `/metrics`, from the process's prometheus_client registry. Each front end counts
 its requests and results, and vLLM sums over its API processes. Resource counts are polled from the engine cores
-(`held`); a program's waiting time comes with its answer.
+(`held`); a program's waiting time arrives with its answer.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: Annotated[int, msgspec.Meta(ge=1)] = 8
 
 
-OF_OPERATOR = ("show_scores", "probe_log")  # settings that are no limits, and that callers do not see
+OF_OPERATOR = ("show_scores", "probe_log")  # settings that are not limits, hidden from callers
 
 
 class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An owner is an API key; all callers of a server without keys are one owner.
+    """A server's limits. An owner is an API key; all callers of a server without keys are one owner.
 
     Per request:
     body_bytes: the body on a patchclamp route
@@ -355,7 +355,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
         model,
         *with_config(options),
         *_cache_size(options),
-    ]  # vLLM's parser reads it, too
+    ]  # vLLM's parser also reads sys.argv
     args = parser.parse_args(sys.argv[1:])
     assert args is not None
     configure_logging_from_args(args)
@@ -373,7 +373,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
 
 
 def _cache_size(options: Sequence[str]) -> list[str]:
-    """Return the option for a cache that fits a CPU's memory; none on a GPU, or if a size is given."""
+    """Return the option that limits the cache to a CPU's memory; empty on a GPU, or if a size is given."""
     names = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in options]
     if "config" in names:  # the file may set it
         return []

@@ -34,7 +34,7 @@ problem: SeamMoved | None = None  # only engines with patchclamp raise it, at th
 
 
 class _Causes(logging.Handler):
-    """Appends logged exceptions to a file, one a line: a server does not receive the cause of a core's failure."""
+    """Appends logged exceptions to a file, one per line. A server does not receive the cause of a core's failure."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
@@ -65,8 +65,8 @@ def register() -> None:
 def complete(vllm_config: VllmConfig) -> None:
     """Complete our part of `additional_config`; `{"patchclamp": {}}` selects the defaults.
 
-    vLLM's compile-cache key includes it, so it contains everything that changes the graph. A server's limits do not, so
-    they are removed (`server.serving`).
+    Our part is included in vLLM's compile-cache key, so it contains everything that changes the graph. A server's
+    limits do not, so they are removed (`server.serving`).
 
     Raises `EngineError`, with names and reasons, for a configuration that would break a guarantee, and `UnknownName`
     for an unknown setting.
@@ -77,7 +77,7 @@ def complete(vllm_config: VllmConfig) -> None:
     assert ours is not None
     for part in ours:
         if part not in PARTS:
-            raise unknown("part of patchclamp's settings", part, ASKED, f"additional_config.patchclamp.{part}")
+            raise unknown("patchclamp setting", part, ASKED, f"additional_config.patchclamp.{part}")
     configuration.check(vllm_config)
     probes = ours.get("probes") or []
     asked = ours.get("numerics", "uniform" if probes else "stock")
@@ -110,7 +110,7 @@ def complete(vllm_config: VllmConfig) -> None:
 
 
 def _op() -> str:
-    """Return a key for vLLM's compile cache: the source of the taps' traces, and True if layers share code."""
+    """Return a key for vLLM's compile cache: a hash of the taps' source, and the word shared if layers share code."""
     digest = hashlib.sha256()
     for module in (taps, op):
         digest.update(inspect.getsource(module).encode())

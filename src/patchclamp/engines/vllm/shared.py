@@ -1,7 +1,7 @@
 """Transfer of captured rows to another process on the same machine.
 
-Large rows in open memory (`store.host_memory`), such as a GPU's captures, are lent: the receiver maps the memory and
-returns views to its caller. The sender keeps lent rows until the last view is freed.
+Large rows in memory that other processes can map (`store.host_memory`), such as a GPU's captures, are lent: the
+receiver maps the memory and returns views to its caller. The sender keeps lent rows until the last view is freed.
 
 All other rows pass through a shared-memory buffer, one per receiver. New memory, which the system must clear first,
 transfers at 1 to 2 GB/s; a buffer that both sides have already mapped transfers at copy speed. A call's rows are
@@ -30,8 +30,8 @@ from patchclamp.store.captures import MIN_VIEW_BYTES, StoredRows, side_by_side
 from patchclamp.store.host_memory import MemoryLocation
 
 MAX_INLINE_BYTES = 1 << 20  # bytes sent in the answer
-MAX_BUFFER_BYTES = 1 << 26  # bytes of a buffer, and of a part
-_PATIENCE = 3  # consecutive fetches that may fail to open the sender's files before files are given up
+MAX_BUFFER_BYTES = 1 << 26  # maximum bytes of a buffer, and so of a part
+_PATIENCE = 3  # consecutive fetches that cannot open the sender's files before it stops offering files
 _LOAN = "loan:"  # the prefix of loan names, which are released among the names of runs
 
 
@@ -48,7 +48,7 @@ class CaptureSender:
         self._buffers: dict[str, _Buffer] = {}
         # unique across senders: a receiver has several, and identifies each by the upper bits
         self._numbers = itertools.count((int.from_bytes(os.urandom(5), "big") << 16) + 1)
-        # by loan: the receiver, and the rows that must stay for it, by file
+        # by loan: the receiver, and the lent rows by file
         self._lent: dict[str, tuple[str, dict[str, list[np.ndarray]]]] = {}
 
     def hand(
@@ -107,7 +107,7 @@ class CaptureSender:
         self._lent[loan] = to, files
 
     def take_back(self, released: Iterable[str]) -> None:
-        """Drop released loans by name: `LOAN`, or `LOAN/FILE` for the rows in one file."""
+        """End released loans by name: `LOAN`, or `LOAN/FILE` for the rows in one file."""
         for name in released:
             loan, _, file = name.partition("/")
             if not name.startswith(_LOAN) or loan not in self._lent:
@@ -198,8 +198,8 @@ class CaptureReceiver:
         return self._map(answer)[: answer["here"]]
 
     def _borrow(self, answer: dict[str, Any], loan: str) -> dict[int, np.ndarray]:
-        """Return the open memory of lent row arrays, each starting at its first byte. A file is returned when its views
-        are freed."""
+        """Map lent rows; return bytes that start at each item's first row, by index. The loan of a file ends when its
+        views are freed."""
         if "lent" not in answer:
             return {}
         places = {number: MemoryLocation(*place) for number, *place in answer["lent"]}

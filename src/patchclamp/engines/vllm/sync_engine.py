@@ -299,7 +299,7 @@ class VllmEngine(VllmFrontEnd):
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         if config.parallel_config.data_parallel_size > 1:
-            raise EngineError("one process has one replica of the model: data_parallel_size above 1 is for servers "
+            raise EngineError("this engine runs one replica of the model: for data_parallel_size above 1, use a server "
                               "(patchclamp serve --data-parallel-size ...)")  # fmt: skip
         executor = Executor.get_class(config)
         self.remote = separate or config.parallel_config.world_size > 1 or not issubclass(executor, UniProcExecutor)
@@ -373,7 +373,7 @@ class VllmEngine(VllmFrontEnd):
 
     def _check_awake(self) -> None:
         if self._asleep:
-            raise EngineError("the engine sleeps: wake it with lm.wake()")
+            raise EngineError("the engine is asleep: call lm.wake()")
 
     def _begin_grading(self, grading: RunningGrading) -> None:
         self._check_awake()
@@ -483,7 +483,7 @@ class VllmEngine(VllmFrontEnd):
         for underway, future, carried in [self._waiting[run] for run in runs if run in self._waiting]:
             request, error = underway.request, None
             verdict = verdict_of(self._ask("verdict", request.run))
-            if verdict is None or carried is None:  # it has ended there, and its last output is under way
+            if verdict is None or carried is None:  # it has ended there, and its last output is in flight
                 continue
             try:
                 confirm(request.run, verdict, carried)
@@ -515,7 +515,7 @@ class RunningGrading:
     def __init__(self, name: str, calls: Grading, end: Callable[[PatchclampError | None], None]) -> None:
         self.name, self._calls, self.end = name, calls, end
         self.is_cancelled = False
-        self._since = 0.0  # when it began to wait
+        self._since = 0.0  # when the current wait began
         self._next = next(calls)
 
     def advance(self, ask: Callable[..., list[Any]], core: Callable[..., Any], busy: bool) -> bool:
@@ -529,7 +529,7 @@ class RunningGrading:
         elif verb == "lease":
             found = core("lease", self.name, *args)
             if found is None and busy:
-                return True  # later, when a request has ended
+                return True  # retry when a request has ended
             if found is None:
                 raise no_room(args)
         elif verb == "end":

@@ -64,7 +64,7 @@ logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 class Exchange:
     """Moves rows between an engine's workers. `group`: vLLM's group of all workers.
 
-    _has_tap, _keeps, _shard: by worker and point, True if it has the tap, if it keeps captures, and its shard's index
+    _has_tap, _keeps, _shard: by worker and point: True if tapped, True if captures are kept, and the shard's index
     """
 
     def __init__(self, runtime: Runtime, group: GroupCoordinator) -> None:
@@ -84,7 +84,7 @@ class Exchange:
             reads = [read for op in bound.ops for read in op.reads()]
             self._moved[request] = self._move(reads)
         except Exception as error:
-            self._moved[request] = MissingSource(f"the rows it reads could not be transferred: {error!r}")
+            self._moved[request] = MissingSource(f"the rows that the program reads could not be transferred: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
         """Return rows [n, W] of other workers that a request's program reads on this worker, by bank key. Raises
@@ -161,7 +161,7 @@ class Exchange:
         return list(pairs)
 
     def _owner(self, point: int, reader: int) -> int | None:
-        """Find a worker, preferably the reader, that keeps the reader's shard of a point's rows; None without one."""
+        """Find a worker, preferably the reader, with the reader's shard of a point's rows; None if there is none."""
         sharded = self._runtime.sites.shard_count(point) > 1
         has = self._has_tap[:, point].astype(bool) & self._keeps[:, point].astype(bool)
         if sharded:
@@ -223,15 +223,15 @@ class Attached:
         self.kind = kind
         rank, first, last = compat.worker_rank()
         assert worker.device is not None
-        self.loads = 0  # of weights into the model, since it was tapped
+        self.loads = 0  # loads of weights into the model since it was tapped
         self.runtime: Runtime = Runtime(sites, limits, worker.device, rank)
         self._embedding = token_embedding(runner.get_model())
-        self._checks = [0, 0]  # of labels, and how many failed
+        self._checks = [0, 0]  # label checks, and failed ones
         self._settled: set[str] = set()  # ended requests whose outcome was already returned
         self._logits = next(point.number for point in sites.points if point.rows == "sampled")
         self._active = self._awaits_logits = False
         self._uniform = configuration.is_uniform(worker.vllm_config)
-        self._steps = [0, 0]  # with tokens: run by code without taps, and with taps
+        self._steps = [0, 0]  # steps with tokens: run without taps, and with taps
         self._warm = self.runtime.device.type != "cuda"
         self._preemptions = self._total = 0
         self._requests: list[str] = []  # of the last planned step
@@ -347,7 +347,7 @@ class Attached:
         return active, fits
 
     def _take_in(self, scheduler_output: SchedulerOutput) -> tuple[bool, bool]:
-        """Compute the result of `before`. It often follows from the previous step."""
+        """Compute the result of `before`, or reuse the previous step's if it still holds."""
         self.runtime.plan = None
         self._awaits_logits = False
         ordered = compat.orders(scheduler_output) is not None
@@ -390,8 +390,8 @@ class Attached:
         return answer, steps_left - 1 if steps_left else FOREVER
 
     def _positions(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
-        """Return each request of a step and its first computed position. If steps are scheduled ahead, read the
-        position from the device only if a program acts at the earliest possible one; otherwise it may be too high."""
+        """Return each request of a step and its first computed position. With steps scheduled ahead, positions may be
+        too high. The device's exact ones are read only if a program acts at or after the lowest possible ones."""
         positions = list(compat.positions(scheduler_output))
         earliest = ((request, max(begin - self._most_ahead, 0)) for request, begin in positions)
         if not self._most_ahead or not self.runtime.steps_left(earliest):
@@ -412,8 +412,8 @@ class Attached:
     def _carry_out(self, orders: Orders, finished: Collection[str]) -> None:
         """Release runs and install programs. A program that cannot be installed fails its run.
 
-        A program whose request was aborted before its first step is installed and freed at once: later programs read
-        the rows that it loads into the bank.
+        A program whose request was aborted before its first step is still installed, then freed at once: it may load
+        bank rows that later programs read.
         """
         self._sender.take_back(orders.release)
         self.runtime.release(orders.release)
@@ -425,7 +425,7 @@ class Attached:
             if admitted.request in finished:  # later arrivals may reuse its placement
                 self._install(arrivals, vectors)
                 self._free([admitted.request])
-                if bound.run in orders.release:  # the release above came before the run was installed
+                if bound.run in orders.release:  # the run was released above, before it was installed
                     self.runtime.release([bound.run])
                 arrivals = []
         self._install(arrivals, vectors)
@@ -516,7 +516,7 @@ class Attached:
     def do_settle(
         self, requests: list[str], ended: list[str], checks: Sequence[SelfCheck] = ()
     ) -> dict[str, tuple[str, Packed | None]]:
-        """Return the receipt and error of each request's program. `ended`: the requests without further steps.
+        """Return the receipt and error of each request's program. `ended`: requests that will have no further steps.
         `checks`: the label checks to run first."""
         self.runtime.collect_failures()
         for check in checks:
@@ -531,7 +531,7 @@ class Attached:
         if not runtime.has_tap[embed.point]:
             return
         try:
-            # before anything that may differ between workers: each has a part of the vocabulary, and they sum
+            # before any branch that may differ between workers: they sum over their parts of the vocabulary
             with torch.inference_mode():
                 ids = torch.from_numpy(check.ids).to(runtime.device)
                 expected_TD = self._embedding.forward(ids).cpu()
@@ -582,7 +582,7 @@ class Attached:
 
         captured = fetch(wanted) if self._exchange is None else self._exchange.everywhere(wanted, fetch)
         rows = [torch.as_tensor(rows) for _, rows in captured]
-        awaits, self._awaits_logits = self._awaits_logits, False  # these logits are not the step's
+        awaits, self._awaits_logits = self._awaits_logits, False  # these are not the step's logits
         try:
             found = top_tokens(rows, self._unembed, top, self.runtime.sites, self.runtime.device, translate)
         finally:
@@ -629,7 +629,7 @@ class Attached:
             return LATER
         if verb == "open":
             job = msgspec.msgpack.decode(args[0], type=Job)
-            # a request in the placement's slot has ended, but no step has said so yet
+            # a request in the placement's slot has ended, but no step has reported it yet
             self._free(self.runtime.requests_at(job.lease.placement.slot))
             return self._bulk.open(name, job, {} if self._exchange is None else self._exchange.of_cells(job))
         if verb == "run":

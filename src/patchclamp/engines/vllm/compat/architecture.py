@@ -1,8 +1,8 @@
 """The site table of an engine's model: its family's table, or one derived from its modules.
 
 Without a family table, a table is derived from Transformers' own class if vLLM's Transformers backend runs the model.
-For vLLM's own class, it is found once by a dry run without data, and cached on disk. The run needs process groups, a
-configuration and step sizes, all global in vLLM, so it uses a separate process:
+For vLLM's own class, a dry run without data finds the table once, and the result is cached on disk. The run needs
+process groups, a configuration and step sizes, all global in vLLM, so it uses a separate process:
 
     python -m patchclamp.engines.vllm.compat.architecture < pickled VllmConfig > JSON of `TraceResult`
 
@@ -76,7 +76,7 @@ def find_sites(vllm_config: VllmConfig) -> SiteMap:
 
 
 def carried(sites: SiteMap) -> str:
-    """Encode a map's table for the configuration; "" if it is one of `sites.tables`."""
+    """Encode a site map's table for the configuration; "" if the table is one of `sites.tables`."""
     return "" if sites.family.tabled else msgspec.json.encode(sites.family).decode()
 
 
@@ -84,7 +84,7 @@ def _map_of(vllm_config: VllmConfig, family: Family) -> SiteMap:
     facts = configuration.model_facts(vllm_config)
     sites = SiteMap(family, sizes_of(facts["config"], facts["d_vocab"]), facts["tensor_parallel"], facts["stages"])
     sites.no_attention = configuration.unread_attention(vllm_config, facts["config"])
-    if vllm_config.lora_config is not None:  # they apply to the rows of sampled tokens alone
+    if vllm_config.lora_config is not None:  # adapters apply only to rows of sampled tokens
         sites.withdrawn[LENS] = "lenses are not supported with adapters: start the engine without enable_lora"
     return sites
 
@@ -201,8 +201,8 @@ def _uncompiled(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def found_family(vllm_config: VllmConfig) -> Family:
-    """Find the table of a model's vLLM class in a separate process, with the places in Transformers' class if these can
-    be derived. Raises `ModelError` if no stream is found in vLLM's class."""
+    """Find the table of a model's vLLM class in a separate process. The table also covers Transformers' class if its
+    sites can be derived. Raises `ModelError` if no stream is found in vLLM's class."""
     facts = configuration.model_facts(vllm_config)
     config = facts["config"]
     own = _kept(vllm_config)
@@ -216,7 +216,7 @@ def found_family(vllm_config: VllmConfig) -> Family:
 
 
 def _kept(vllm_config: VllmConfig) -> Places:
-    """Return the places in vLLM's class. Uses the disk cache if the config and versions match."""
+    """Return the sites found in vLLM's class, from the disk cache if the config and versions match."""
     path = cache_folder() / "tables" / f"{_key(vllm_config)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Places)
@@ -246,7 +246,7 @@ def _code() -> str:
 
 
 class TraceResult(msgspec.Struct):
-    """The places found in vLLM's class, or the error."""
+    """The sites found in vLLM's class, or the error."""
 
     places: Places | None = None
     error: Packed | None = None
@@ -285,7 +285,7 @@ def main() -> None:
 
 
 def _traced(vllm_config: VllmConfig) -> Places:
-    """Find the places by running vLLM's class. Raises `ModelError` if it cannot be run or has no stream."""
+    """Find the sites by running vLLM's class. Raises `ModelError` if it cannot be run or has no stream."""
     model_config = vllm_config.model_config
     sizes = sizes_of(model_config.hf_text_config, model_config.get_vocab_size())
     model: Any = None

@@ -308,7 +308,7 @@ def on_outputs() -> None:
 
 
 def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[EngineCoreOutput]) -> None:
-    """Store the scores in outputs under their requests."""
+    """Store the outputs' scores under the outputs' requests."""
     if not outputs:
         return
     params = outputs[0].kv_transfer_params
@@ -346,7 +346,7 @@ def log_monitors(processor: OutputProcessor, log: MonitorLog) -> None:
 
 
 def tables_of(processor: OutputProcessor) -> dict[str, list[Table]]:
-    """Return log-probabilities by run, for requests registered in this table before their first output."""
+    """Return log-probabilities by run. Contains only requests registered in this dict before their first output."""
     return vars(processor).setdefault("patchclamp_tables", {})
 
 
@@ -524,7 +524,7 @@ def _tell(client: AsyncLLM, method: str, args: tuple[Any, ...], only: int | None
 
 
 def fail_all(client: AsyncLLM) -> None:
-    """Make every pending request and call raise an error that the engine has ended."""
+    """Fail every pending request and call with vLLM's error for a dead engine."""
     error: Any = client.dead_error
     client.output_processor.propagate_error(error)
     for answer in list(_cores_of(client).utility_results.values()):

@@ -44,8 +44,8 @@ def surroundings(separate: bool) -> Iterator[None]:
     `separate`: True to run the engine core, and a single worker, in a separate process.
 
     vLLM must save ahead-of-time compiled code as the traced graph, from which both variants are recompiled; an artifact
-    would hold one variant. On a CPU it saves nothing because it could not load it; that variable stays set because
-    compiled models read it in every step.
+    would contain one variant. On a CPU it could not load saved code, so saving is turned off. That variable stays set,
+    because compiled models read it in every step.
     """
     from vllm.platforms import current_platform
 
@@ -92,7 +92,7 @@ def save_graphs(vllm_config: VllmConfig) -> None:
 def spare_memory(arguments: dict[str, Any]) -> None:
     """Limit a CPU's cache to a quarter of the free memory and 4 GiB; vLLM would take most of the memory.
 
-    A size set by the caller is not changed, nor is anything on a GPU.
+    Does nothing on a GPU, or if the caller has set a size.
     """
     from vllm.platforms import current_platform
 
@@ -159,8 +159,8 @@ def model_facts(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def images_see_ahead(vllm_config: VllmConfig) -> bool:
-    """True if an image's tokens attend to later tokens of the image, as in Gemma 3. On a CPU they do not, even if this
-    is True."""
+    """True if the model's image tokens attend to later tokens of the same image, as in Gemma 3. On a CPU,
+    image tokens never do, even if this is True."""
     return vllm_config.model_config.is_mm_prefix_lm
 
 
@@ -170,7 +170,7 @@ def settings(vllm_config: VllmConfig) -> str:
 
 
 def unrecorded(vllm_config: VllmConfig, sizes: Sequence[int]) -> str | None:
-    """Describe the step sizes without CUDA graphs; None if vLLM records graphs for all sizes, or for none."""
+    """Describe which of `sizes` lack a CUDA graph; None if vLLM records graphs for all sizes, or for none."""
     recorded = sorted(vllm_config.compilation_config.cudagraph_capture_sizes or ())
     missing = [size for size in sizes if size not in recorded]
     if not missing or not recorded:
@@ -282,7 +282,7 @@ def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
             raise EngineError(f"always-on probes are not supported with {name}: {why}", "probes")
 
 
-CONNECTORS = ("ExampleConnector",)  # that were tried; requests with programs bypass them
+CONNECTORS = ("ExampleConnector",)  # tested connectors; requests with programs bypass them
 
 
 def _refused_connectors(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
@@ -297,7 +297,7 @@ def _refused_connectors(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
         (f"the KV connector {name!r} (kv_transfer_config)", transfer is not None and name not in CONNECTORS,
          f"not supported yet: {tried}"),
         (f"a custom KV connector module (kv_connector_module_path={module!r})", module,
-         "patchclamp does not know what it stores"),
+         "patchclamp cannot check what it stores"),
         ("a KV connector (kv_transfer_config) over several workers",
          transfer is not None and parallel_config.world_size > 1, "not supported yet: untested"),
         ("a KV connector (kv_transfer_config) with speculative decoding, or with LoRA",

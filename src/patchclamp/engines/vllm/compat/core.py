@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SCORES = "patchclamp_scores"  # in the `kv_transfer_params` of an output
 WEIGHTS = f"{KEY}_weights"  # in a request's `extra_args`: the count of weight updates for which its sites were proved
 NEW_WEIGHTS = "the model's weights were updated in place before this run ended: run it again"
-# calls of the workers that leave the model's weights as they are; after any other, sites are proved again
+# worker calls that do not change the model's weights; after any other call, sites are proved again
 KEEPS_WEIGHTS = frozenset({
     "patchclamp_rpc", "update_max_model_len", "compute_weight_checksums", "get_model_inspection", "check_health",
     "profile", "add_lora", "remove_lora", "pin_lora", "list_loras", "reset_mm_cache", "reset_encoder_cache",
@@ -122,7 +122,7 @@ def on_core(make: Callable[[VllmConfig], Admission]) -> None:
 
 
 def is_pending(core: EngineCore) -> bool:
-    """True if a core in this process must be stepped with no active request."""
+    """True if a core in this process must be stepped even without an active request."""
     admitting: _Admitting | None = getattr(core, "patchclamp", None)
     return admitting is not None and admitting.pending()
 
@@ -296,7 +296,7 @@ class _Admitting:
     def add(self, request: Request) -> None:
         """Add a request to the scheduler if its program fits. Never raises: an error would end the core."""
         given, updates = _given(request.sampling_params), self._follow()
-        if _weights_of(request) != updates:  # they were updated since it was created
+        if _weights_of(request) != updates:  # the weights were updated since the request was created
             _key_again(request, updates)
         if given is None:
             self._add(request)
@@ -418,7 +418,7 @@ class _Admitting:
         return self._free(request, *args, **kwargs)
 
     def unfinished(self) -> int:
-        """Count unfinished requests, and unless the scheduler is paused also requests waiting for admission."""
+        """Count unfinished requests and, unless the scheduler is paused, requests waiting for admission."""
         waiting = self.admission.unscheduled if self._scheduler._pause_state.name == "UNPAUSED" else 0
         return self._unfinished() + waiting
 
@@ -455,7 +455,7 @@ class _Admitting:
         for request in self._held.values():  # they had no output, so no verdict will come
             self._free_blocks(request)
         self._held.clear()
-        late: list[tuple[int, Any]] = []  # withheld until now, in order; inserted before this step's outputs
+        late: list[tuple[int, Any]] = []  # withheld outputs, in order; inserted before this step's
         while self._withheld and self._withheld[0].verdicts.done():
             withheld = self._withheld.popleft()
             self._attach(withheld.verdicts.result(), withheld.entries, withheld.proofs)
@@ -551,7 +551,7 @@ class _Admitting:
         for request, tokens, held in proofs:
             program = request.patchclamp
             verdict = verdict_on(request.request_id)
-            if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else it was preempted since
+            if verdict.error is None and verdict.receipt and program.asked >= tokens:  # else preempted since
                 program.proved = max(program.proved, tokens)
             # now, because a layer with a sliding window frees its first blocks in the next step
             if program.proved >= tokens and (held or self._scheduler.requests.get(request.request_id) is request):
@@ -568,8 +568,8 @@ def _key_again(request: Request, updates: int) -> None:
 
 
 def _slot_scores(core: EngineCore) -> tuple[SlotScores | None, int]:
-    """Return storage for scores of an engine's monitors (None without monitors), and the layer group whose blocks it
-    follows, which keeps all tokens of a request.
+    """Return storage for the monitors' scores (None without monitors), and the index of the layer group whose blocks
+    index it. That group keeps all tokens of a request.
 
     Raises `EngineError` if a reused prefix could lack cached scores: layers with a sliding window or a state keep only
     the end of a prefix.
@@ -647,7 +647,7 @@ def _check_latches(bound: BoundProgram) -> None:
     for op in bound.ops:
         if isinstance(op.action, Latch) and op.action.last:
             raise UnsupportedSite(
-                "with speculative decoding pc.between selects only prompt tokens, as rejected drafts would count: "
+                "with speculative decoding, pc.between can only select prompt tokens (rejected drafts would count): "
                 "use pc.prompt & pc.between(...)", op.path[:200]
             )  # fmt: skip
         if isinstance(op.action, Latch) and op.ranges[-1].stop > bound.prompt:

@@ -32,7 +32,7 @@ def expand(
     if prompt is not None:
         _check(prompt)
     check_model(engine.vllm_config)
-    # without vLLM's cache of processed images, which assumes that the core has received every image in it: this prompt
+    # bypass vLLM's cache of processed images: it assumes that the core has received every image in it, but this prompt
     # may never be sent
     inputs: Any
     given: Any = None if prompt is None else dict(prompt)
@@ -51,7 +51,7 @@ def expand(
 def _check(prompt: Mapping[str, Any]) -> None:
     for part in prompt:
         if part not in PARTS:
-            raise unknown("part of a prompt with images", str(part), PARTS, str(part))
+            raise unknown("key in a prompt with images", str(part), PARTS, str(part))
     if sum(part in prompt for part in TEXT) != 1:
         raise ProgramError(f"a prompt with images requires exactly one of {TEXT[0]!r} and {TEXT[1]!r}")
     if not isinstance(prompt.get(DATA), Mapping) or not prompt[DATA]:
@@ -84,7 +84,7 @@ def check_modalities(modalities: Iterable[str]) -> None:
     others = sorted(set(modalities) - {"image"})
     if others:
         raise ProgramError(
-            f"programs support only text and images, but this prompt has {' and '.join(others)}: omit one or the other"
+            f"programs support only text and images: omit {' and '.join(others)} from this prompt, or the program"
         )
 
 
@@ -102,8 +102,8 @@ def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> Non
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
         raise ProgramError(
-            f"the program is bound to a prompt of {prompt} tokens, but with its images expanded this one has "
-            f"{request.num_prompt_tokens}: bind it to the expanded prompt"
+            f"the program is bound to a prompt of {prompt} tokens, but the prompt with its images expanded has "
+            f"{request.num_prompt_tokens}: bind the program to the expanded prompt"
         )
 
 

@@ -67,8 +67,8 @@ class PagedKeys:
         assert batch is not None
         rows = {slot: n for n, slot in enumerate(batch.slot.tolist())}
         table, of_manager = self._table(group, len(batch.slot) if self._kind == "v1" else 0)
-        index = to_device(np.array([rows[slot] for slot in slots]), table.device)  # waits for no kernel
-        ratio = of_manager // size  # blocks of the kernel in one of the table
+        index = to_device(np.array([rows[slot] for slot in slots]), table.device)  # does not wait for kernels
+        ratio = of_manager // size  # kernel blocks per block of the table
         block_BR = table[index, : -(-count // of_manager)]
         if ratio > 1:
             block_BR = (block_BR[..., None] * ratio + torch.arange(ratio, device=table.device)).flatten(1)

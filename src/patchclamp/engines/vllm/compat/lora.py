@@ -65,7 +65,7 @@ class Adapters:
             )  # fmt: skip
 
     def admits(self, requests: Iterable[Request]) -> int:
-        """Count the leading requests whose adapters fit beside adapters in use."""
+        """Return the number of leading requests whose adapters fit beside those in use."""
         used = {name for name, loaded in self._loaded.items() if loaded.runs}
         for i, request in enumerate(requests := list(requests)):
             if request.adapter is not None:

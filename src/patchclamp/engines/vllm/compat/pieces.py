@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger: logging.Logger = logging.getLogger("patchclamp")
-MAX_BYTES = 1 << 28  # of streams that are kept
-ROOM_BYTES = 1 << 30  # of device memory that must be free for them and a batch's rows
+MAX_BYTES = 1 << 28  # of kept streams
+ROOM_BYTES = 1 << 30  # of device memory that must be free for streams and a batch's rows
 Observer = Callable[[int, list[Any]], None]
 
 
@@ -51,7 +51,7 @@ class Pieces:
                      if item.is_splitting_graph and _attends(item.graph)}  # fmt: skip
         self._inputs = [node for node in self._nodes if node.op == "placeholder"]
         place = {node: i for i, node in enumerate(self._nodes)}
-        self._begins = [len(self._inputs)]  # by layer: its first node
+        self._begins = [len(self._inputs)]  # by layer: the index of its first node
         for i, node in enumerate(self._nodes):
             if node.op == "call_module" and node.target in attention:
                 while self._nodes[i + 1].target is operator.getitem:
@@ -60,7 +60,7 @@ class Pieces:
         last = [max((place[user] for user in node.users), default=-1) for node in self._nodes]
         computed = [i for i, node in enumerate(self._nodes) if node.op.startswith("call")]
         self._crossing = [[self._nodes[i] for i in computed if i < begin <= last[i]] for begin in self._begins]
-        self._unused: dict[int, list[Any]] = {}  # by node: the values that no later one uses
+        self._unused: dict[int, list[Any]] = {}  # by node: the values that no later node uses
         for i in computed:
             self._unused.setdefault(max(last[i], i), []).append(self._nodes[i])
         self.layers: int = len(self._begins) - 1
@@ -75,7 +75,7 @@ class Pieces:
         _of_engine[engine_id(backend.vllm_config)] = self
 
     def wrap(self, whole: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the compiled graph, so that calls within `within` run its pieces."""
+        """Wrap the compiled graph, so that calls inside a `within` context run its pieces."""
 
         def call(*args: Any) -> Any:
             return self._run(args) if self._layer or self._observe is not None else whole(*args)
@@ -126,7 +126,7 @@ def _attends(graph: torch.fx.GraphModule) -> bool:
 
 
 class Streams:
-    """Rows that cross the cuts in passes over prompts, T in all, from which batches begin at a layer.
+    """The values that cross the cuts in passes over prompts, T rows in all. Batches begin at a layer from these values.
 
     Above `MAX_BYTES`, only every n-th layer is kept. Batches begin at layer 0 if a crossing value has no row per token,
     or if the pieces do not reproduce the full pass.
@@ -166,7 +166,7 @@ class Streams:
             problem = "" if same else "a partial pass differs from a full one"
             if _free_bytes(self._device) < ROOM_BYTES:
                 problem = "less than 1 GiB of device memory is free"
-        except Exception as error:  # a graph that is put together in another way
+        except Exception as error:  # the graph has an unexpected structure
             problem = repr(error)  # never empty
         pieces.usable = _agreed(not problem)
         if not pieces.usable:

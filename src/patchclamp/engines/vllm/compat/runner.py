@@ -122,7 +122,7 @@ STEPS_UNDER_WAY = 2  # the maximum per worker, if steps are scheduled ahead
 
 
 def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
-    """Call `attach(worker)` once a worker with patchclamp has its model, and `call(worker, verb, …)` for our RPCs."""
+    """Call `attach(worker)` once a patchclamp worker has loaded its model, and `call(worker, verb, …)` for our RPCs."""
     from vllm.v1.worker import worker_base
 
     wrapper: Any = worker_base.WorkerWrapperBase
@@ -139,7 +139,7 @@ def on_load(attach: Callable[[Any], None], call: Callable[..., Any]) -> None:
     def patchclamp_rpc(self: WorkerWrapperBase, verb: str, *args: Any) -> Any:
         return call(self.worker, verb, *args)
 
-    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # it passes unknown names on to its worker
+    wrapper.load_model, wrapper.patchclamp_rpc = load_model, patchclamp_rpc  # it forwards unknown names to its worker
 
 
 def runner_of(worker: Worker) -> tuple[Any, str]:
@@ -316,7 +316,7 @@ def _keep_top_logprobs(runner: V1Runner) -> None:
 
 
 def _samples(scheduler_output: SchedulerOutput, requests: list[str]) -> np.ndarray | None:
-    """Return each request's number of rows with logits: its newest token and draft tokens. None: one each."""
+    """Return each request's number of rows with logits: its newest token and draft tokens. None if each has one."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return np.array([1 + len(drafts.get(request, ())) for request in requests]) if drafts else None
 
@@ -375,7 +375,7 @@ def _hook_v2(runner: V2Runner, hooks: Hooks, graphs: Graphs) -> None:
 
 
 def _no_graph(mode: Any, tokens: int) -> bool:
-    """Reject every recorded graph."""
+    """Return False: no recorded graph may be used."""
     return False
 
 
@@ -388,7 +388,7 @@ def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) ->
     """Send arrays to the core with a runner's outputs, as their attribute `patchclamp`. `taken(tokens)` is called after
     the forward pass of each step with tokens, and the function it returns once the output is needed."""
     execute, sample = runner.execute_model, runner.sample_tokens
-    waits: list[Callable[[], np.ndarray]] = []  # of the step that was computed and not sampled yet
+    waits: list[Callable[[], np.ndarray]] = []  # of a step that was computed but not yet sampled
 
     def carry(result: Any) -> Any:
         if not waits or result is None:
@@ -529,7 +529,7 @@ def preempted(scheduler_output: SchedulerOutput) -> int:
 def refusal_of(config: VllmConfig) -> str:
     """Return the reason why cells of a model with this configuration run as requests; "" if they run in batches."""
     parallel, model = config.parallel_config, config.model_config
-    # where vLLM has turned both off, such as for MLA on a CPU, attention may not read what earlier steps have computed
+    # if vLLM has turned both off, such as for MLA on a CPU, attention may not read keys and values of earlier steps
     in_parts = config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -545,8 +545,8 @@ def refusal_of(config: VllmConfig) -> str:
     return ", ".join(reason for reason, holds in reasons.items() if holds)
 
 
-UNBOUNDED = {"FlashAttentionMetadataBuilder", "CPUAttentionMetadataBuilder"}  # without buffers by sequence
-CELLS = 2048  # the most sequences of a batch, and rows with logits
+UNBOUNDED = {"FlashAttentionMetadataBuilder", "CPUAttentionMetadataBuilder"}  # builders without buffers per sequence
+CELLS = 2048  # maximum sequences of a batch, and maximum rows with logits
 
 
 class BatchModel:
@@ -563,7 +563,7 @@ class BatchModel:
     def __init__(self, runner: Any, kind: str, layers: int) -> None:
         self._runner, self._kind = runner, kind
         self.pieces: Pieces | None = pieces_of(runner.vllm_config, layers)
-        if getattr(runner, "shared_kv_cache_layers", None):  # which read keys of layers before the first
+        if getattr(runner, "shared_kv_cache_layers", None):  # these read keys of layers before the first one computed
             self.pieces = None
         config = runner.kv_cache_config
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]

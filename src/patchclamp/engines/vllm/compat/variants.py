@@ -162,7 +162,7 @@ _watches: dict[int, tuple[Any, Watch]] = {}  # by `engine_id` of a configuration
 
 def argument_names(runnable: Any, count: int) -> list[int | str]:
     """Name a callable's first `count` arguments by its traced graph's inputs or its parameters, else by index."""
-    graph = getattr(runnable, "graph", None)  # of a piece of a compiled model
+    graph = getattr(runnable, "graph", None)  # if it is a piece of a compiled model
     if isinstance(graph, torch.fx.GraphModule):
         names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
     else:
@@ -412,7 +412,7 @@ def _check_recorded(
 
 
 def _check_full(graphs: dict[Any, Any], wanted: list[Any]) -> None:
-    """Check, as `_check_recorded` does, the full graphs of a V2 runner's manager."""
+    """Check the full graphs of a V2 runner's manager, as `_check_recorded` does for piecewise graphs."""
     for desc in wanted:
         if desc not in graphs:
             raise _without_graph(desc.cg_mode, desc.num_tokens)
