@@ -40,8 +40,8 @@ READ = ("v", "z", "attn_out")  # sites needed for edges, besides the pattern
 def by_layer(
     lm: LM, prompts: Sequence[list[int]], layers: Sequence[int], tokens: TokensLike, also: Sequence[str] = ()
 ) -> Iterator[tuple[int, list[Run]]]:
-    """Yield (layer, runs), with one run per prompt that captured the layer's patterns at the queries `tokens`, and the
-    layer's sites `also`. A call captures as many layers as fit in `MAX_BYTES`; its runs are closed after the last."""
+    """Yield (layer, runs): one run per prompt, with the layer's patterns at the queries `tokens` and its sites `also`.
+    A call captures as many layers as fit in `MAX_BYTES`; its runs are closed after its last layer."""
     size = 4 * lm.sites.sizes.heads * sum(len(ids) ** 2 for ids in prompts)
     together = max(MAX_BYTES // size, 1)
     for first in range(0, len(layers), together):

@@ -89,7 +89,7 @@ REFUSAL = (
 
 
 class Fuzz(msgspec.Struct, frozen=True):
-    """The edits for a strength and a seed: at the embedding, as in `language.ops.fuzz`, or noise at given sites."""
+    """Makes edits from a strength and a seed: at the embedding, as in `language.ops.fuzz`, or noise at given sites."""
 
     mode: str
     at: tuple[At, ...] | None

@@ -598,7 +598,7 @@ class Round:
                 for edits in self._writer.edits(place.row, *sides, (unit.number, *place.at))]  # fmt: skip
 
     def job(self, lm: LM, which: Sequence[int | None]) -> GradeJob:
-        """Return the job of the given trials; None reruns the unpatched prompt."""
+        """Return the job that grades trials `which`, by index; None reruns the unpatched prompt."""
         unit = self._unit
 
         def as_programs(some: Sequence[int | None]) -> GradeJob:

@@ -450,7 +450,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[EncodedPrompt]:
     """Read prompts as token ids. With `chat` each is the text of a user's turn, or a list of messages.
 
-    Raises: `ProgramError` for anything but a list of prompts, or with the path of an invalid prompt.
+    Raises: `ProgramError` for anything but a list of prompts, and for an invalid prompt, with its path.
     """
     if not (prompts := as_items(prompts, path)):
         raise ProgramError("expected at least one prompt, got none", path)

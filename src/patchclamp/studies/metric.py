@@ -201,7 +201,7 @@ class Graded(msgspec.Struct, frozen=True):
 def grade(
     metric: str | Metric, answer: Sequence[int], foil: Sequence[int] | None, tokens: Mapping[str | int, int] = {}
 ) -> Graded:
-    """Check a metric against the tokens given for it. `tokens`: a custom metric's own tokens, by text and by id."""
+    """Combine a metric with its tokens, and check that they fit. `tokens`: a custom metric's, by text and by id."""
     if isinstance(metric, Metric):
         return Graded(metric.name, tuple(answer), None if foil is None else tuple(foil), metric, dict(tokens))
     if metric not in METRICS:
@@ -309,7 +309,7 @@ def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndar
 
 
 def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return the share of flips with at least the observed statistic; drawn flips also count the observed one."""
+    """Return (p, p_family): shares of sign flips with at least the observed statistic, which drawn flips include."""
     size = np.sqrt((effects_NC**2).sum(0))
     unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
     observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order

@@ -54,8 +54,8 @@ class SiteParity(msgspec.Struct, frozen=True):
 class Parity(msgspec.Struct, frozen=True):
     """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
     compared; `alike`: generated tokens on which both agree, and their total; `only`: sites that just one engine has, by
-    the same table; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the worst row
-    of every place; `logprobs`: the largest difference among tokens on which both agree."""
+    the same table; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the largest
+    row difference at every place; `logprobs`: the largest difference among tokens on which both agree."""
 
     model: str
     family: str

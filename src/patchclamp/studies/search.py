@@ -289,9 +289,9 @@ class RefusalRate(TextScore, frozen=True, kw_only=True):
 
 
 class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`values` [N, O]: the trials' objectives, NaN for failed trials; `unedited` [O]: the unedited model's.
+    """`values` [N, O]: the trials' objectives, NaN for failed trials; `unedited` [O]: the unedited model's values.
 
-    settings: each trial's, by name · objectives, goals: one per column O · failed: errors by trial index
+    settings: each trial's settings, by name · objectives, goals: one per column O · failed: errors by trial index
     """
 
     settings: tuple[dict[str, Any], ...]
@@ -303,8 +303,8 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def front(self) -> list[int]:
-        """The trials of the Pareto front: no other is at least as good in every objective and better in one. Of equal
-        trials only the first is included; ordered by the first objective, best first."""
+        """Indices of the trials on the Pareto front: no other trial is at least as good in every objective and better
+        in one. Of equal trials only the first is included. Ordered by the first objective, best first."""
         costs_NO = self.values * np.where([goal == "minimize" for goal in self.goals], 1.0, -1.0)
         order = [i for i in np.lexsort(costs_NO.T[::-1]).tolist() if np.isfinite(costs_NO[i]).all()]
         kept: list[int] = []

@@ -235,7 +235,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     that of the positive ones, along the direction.
 
     method: "mean", "pca", "probe" or "imported" · tokens: the selection read, as text; its rows are averaged
-    accuracy, separation [L]: the `Check` on held-out prompts, NaN without any
+    accuracy, separation [L]: the `Check` on held-out prompts, NaN if there were none
     effect [L]: change of a behaviour's score on the held-out negative prompts when the layer's vector is added once
         (`strength_curve`), in nats; NaN without a behaviour
     fluency [L]: mean log-probability per token, under the unsteered model, of texts generated with the vector, minus

@@ -234,7 +234,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         return with_sorted_header(save(tensors, {"study": type(self).__name__, "format": FORMAT, "result": fields}))
 
     def save(self, path: str | Path) -> Path:
-        """Write the result into one file, and create its folder.
+        """Write the result into one file, creating its folder if needed.
 
         Raises: `ProgramError` if the file cannot be written.
         """
@@ -639,7 +639,7 @@ def run_batches(
 
 
 def content_of(lm: LM, program: Program, path: str) -> str:
-    """Return the content of a program, for a journal (`NamedBank.content_of`). Raises `ProgramError` for code."""
+    """Return the content of a program, for a journal (`NamedBank.content_of`). Raises `ProgramError` if it has code."""
     try:
         return lm.bank.content_of(program, {name: of.card.content for name, of in lm.sites.dictionaries.items()})
     except PatchclampError as error:

@@ -121,7 +121,7 @@ def _group_logprobs(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]
 
 
 def _graded(lm: LM, items: list[Forced], batch: int, route: Literal["any", "bulk"] = "any") -> list[np.ndarray]:
-    """Return the log-probabilities, graded by `LM.graded`."""
+    """Return the items' log-probabilities, graded by `LM.graded`."""
     of_pair: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for i, item in enumerate(items):
         of_pair.setdefault((item.prompt, item.continuation), []).append(i)

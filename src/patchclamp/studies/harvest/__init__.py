@@ -158,7 +158,7 @@ class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     folder: the data set's folder, named by the hash of its recipe
     sites, dtype: sites and dtype of the stored rows · features: names of the SAEs with stored features
-    documents, tokens: their numbers in the whole data set; cut_tokens: number of tokens cut off overlong documents
+    documents, tokens: counts for the whole data set; cut_tokens: number of tokens cut off overlong documents
     rows: number of rows in the whole data set, before norm caps; ran: number of tokens run by this call
     complete: True if every part has been written
     """
@@ -388,7 +388,7 @@ harvest: Callable[..., HarvestResult] = Harvest.short_form("harvest")
 
 
 def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped: bool) -> list[SiteReduction]:
-    """Return each layer's sites once, with reductions. Norm caps need whole rows on the host: no projected captures."""
+    """Return each requested site of every layer once, with its reduction. Norm caps rule out projected captures."""
     matrices: dict[SiteRef, np.ndarray | None] = {}
     for number, text in enumerate(sites):
         if isinstance(text, Features):

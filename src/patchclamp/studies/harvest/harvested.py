@@ -166,7 +166,7 @@ class Harvested:
         return table.sort_by([("document", "ascending"), ("position", "ascending")]) if len(shards) > 1 else table
 
     def stored_features(self, name: str | None = None) -> StoredFeatures:
-        """Return an SAE's entry in the recipe, by name, or the only one."""
+        """Return an SAE's entry in the recipe: by name, by default the only one."""
         stored = {one.name: one for one in self.manifest.recipe.features}
         if name is None and len(stored) == 1:
             return next(iter(stored.values()))
@@ -238,7 +238,7 @@ class Harvested:
         return HarvestBatches(self, self.names(sites, index), size, repeat, index)
 
     def datasets(self, sites: Any = None, size: int = 4096) -> Any:
-        """Return a `datasets.IterableDataset`: document, position, token, and float32 lists for each site."""
+        """Return a `datasets.IterableDataset` with document, position, token, and a float32 list for each site."""
         from patchclamp.studies.harvest.training import to_datasets
 
         return to_datasets(self, self.names(sites), size)

@@ -334,7 +334,7 @@ class ReadingOrder:
         return np.array(before)
 
     def block(self, number: int) -> np.ndarray:
-        """Return the stored row at each place of a block, int64 [n]."""
+        """Return the index of the stored row at each place of a block, int64 [n]."""
         if self.is_stored:
             return np.arange(number * BLOCK, min((number + 1) * BLOCK, len(self)))
         counts = self._before[number + 1] - self._before[number]
@@ -347,7 +347,7 @@ class ReadingOrder:
         return rows
 
     def stored(self) -> np.ndarray:
-        """Return the stored row at each place, int64 [N]."""
+        """Return the index of the stored row at each place, int64 [N]."""
         return np.concatenate([np.zeros(0, np.int64), *map(self.block, range(-(-len(self) // BLOCK)))])
 
     def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
@@ -502,7 +502,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`harvest.json`: the recipe, and the sizes of the complete data set.
 
-    documents, tokens, cut_tokens: their numbers in the data set · part_rows: rows per part, before norm caps
+    documents, tokens, cut_tokens: counts for the data set · part_rows: rows per part, before norm caps
     """
 
     recipe: Recipe
@@ -538,8 +538,8 @@ class TokenizedDocuments(msgspec.Struct, frozen=True, eq=False):
     """The tokens to run.
 
     ids: token ids of all documents, concatenated, int32 [N]
-    documents: the start of each document in `ids`, and the end, int64 [documents + 1]
-    prompts: the start of each prompt, and the end, int64 [prompts + 1]
+    documents: offsets of the documents in `ids`, and the end, int64 [documents + 1]
+    prompts: offsets of the prompts in `ids`, and the end, int64 [prompts + 1]
     cut: the number of tokens dropped at the ends of overlong documents
     """
 

@@ -399,7 +399,7 @@ Writes = list[tuple["Future[None]", list[int]]]
 
 
 def open_folder(folder: Path, part: int) -> Path:
-    """Return the folder of a part being filled."""
+    """Return the folder in which a part is filled."""
     return folder / f"part-{part:04d}.open"
 
 
