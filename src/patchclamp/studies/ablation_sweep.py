@@ -1,6 +1,6 @@
 """The ablation sweep: which parts of the model does an answer need?
 
-A prompt is run many times. Each run replaces one cell by zeros, a mean over prompts, or the row of a randomly drawn
+A prompt is run many times. Each run replaces one cell with zeros, a mean over prompts, or the row of a randomly drawn
 prompt. If the answer suffers, the cell contributed to it. Zeros and means take the model off distribution; a resampled
 row does not, but adds the noise of the draw, which `draws` averages out.
 
@@ -25,7 +25,7 @@ NO_WORDS, NO_ALIGNMENT = Words((), (), ""), Alignment((), (), ())
 
 
 class AblationSweep(PromptGrid):
-    """Ablate every site, layer and head in the run of a prompt, and show where the answer suffers.
+    """Ablate every site, layer and head in a prompt's run, and show where the answer suffers.
 
     Effects are relative to the unedited run. The answer's tokens are never ablated.
 
@@ -37,14 +37,14 @@ class AblationSweep(PromptGrid):
     sites: inputs.Sites = ("attn_out", "mlp_out")
     """Sites with or without layers, heads, neurons or experts: attn_out, mlp_out, z."""
     positions: inputs.Positions = None
-    """Columns of the grid: selections of the prompt, each ablated together, a mapping of labels to selections, or
-    "each" for one column per token. One column of the whole prompt by default."""
+    """Columns of the grid: selections of the prompt, each ablated as a whole, or a mapping of labels to selections;
+    "each" makes one column per token. By default one column, the whole prompt."""
     metric: inputs.MetricField = "logit_diff"
     """logit_diff, logprob or prob."""
     source: inputs.SourceField = "zeros"
     """Values to write: zeros, bank:NAME, `studies.MeanOf(prompts)` or `studies.Resampled(prompts)`."""
     seed: inputs.Whole = 0
-    """Seed of the confidence interval and of the test over prompts."""
+    """Seed for the bootstrap interval and the significance test over prompts."""
 
     def plan(self, lm: LM) -> GridPlan:
         if self.metric == "recovered":

@@ -1,7 +1,7 @@
 """The features of a sparse autoencoder under the base model and under a LoRA adapter, on the same prompts.
 
 A feature's mean activation is over all rows, including rows where it is 0; its firing rate is the share of rows where
-it is active. The SAE is the base model's, so it may miss features that the adapter adds.
+it is active. The SAE was trained on the base model, so it may miss features that the adapter adds.
 Source: Kissane et al. 2024, "SAEs (usually) transfer between base and chat models"; Bricken et al. 2024, "Stage-wise
 model diffing".
 
@@ -43,8 +43,8 @@ SIDES = ("base", "adapter")
 
 
 class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
-    """Feature sums of one run: the number of rows, and the number with `kept` active features; per active feature its
-    id, the sum of its values, and the number of rows where it is active."""
+    """Feature sums of one run: the number of rows, and of rows with `kept` active features; for each active feature,
+    its id, the sum of its values, and the number of rows where it is active."""
 
     rows: int
     full: int
@@ -55,8 +55,8 @@ class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
 
 class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`means`, `rates` [2, K]: mean activation and firing rate of each of `features` [K] over `rows` rows, under the
-    base model and under the adapter. `full` [2]: the share of rows with `kept` active features, whose smaller features
-    may be missing; 0 if the features were chosen.
+    base model and under the adapter. `full` [2]: the share of rows that reach the limit of `kept` features and may lack
+    smaller ones; 0 if the features were chosen.
     """
 
     sae: str
@@ -135,13 +135,13 @@ class AdapterFeatures(Study):
     prompts: inputs.PromptFile
     """The data set: texts or token ids."""
     lora: Annotated[Any, Arg(as_file)]
-    """Folder of a LoRA adapter in PEFT's format."""
+    """Folder of a LoRA adapter in PEFT format."""
     at: inputs.SiteField = None
     """Site that the SAE reads, if its file does not name it."""
     features: inputs.FeatureIds = ()
     """Features to compare; all by default."""
     kept: inputs.Kept = inputs.MAX_TOP
-    """Number of largest features to read per token, without `features`; smaller ones count as 0."""
+    """Number of largest features to read per token if `features` is empty; smaller ones count as 0."""
     tokens: inputs.Selected = every
     """Tokens whose rows are read; all by default."""
 

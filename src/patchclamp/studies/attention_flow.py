@@ -1,7 +1,7 @@
 """The flow of information through attention: rollout through all layers, and edges weighted by a head's output.
 
-A pattern alone overstates tokens whose values are small, such as the first. An edge from a query to a key is weighted
-by the head's output for it, α · v W_O: by that vector's length, or its share of a logit.
+Attention patterns alone overstate tokens with small value vectors, such as the first token. So an edge from a query to
+a key is weighted by what the head writes for it, α · v W_O: by the length of that vector, or its share of a logit.
 
 Source: Abnar and Zuidema 2020 (arXiv:2005.00928), section 3, for the rollout; Kobayashi et al. 2020 (arXiv:2004.10102),
 equation 5, for the lengths; Elhage et al. 2021, "A mathematical framework for transformer circuits", for the shares.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pandas
     import torch
 
-MAX_BYTES = 1 << 28  # limit of the patterns in one call, and in a result
+MAX_BYTES = 1 << 28  # limit on the patterns in one call, and on a result
 SHOWN = 12  # heads in a picture of many
 READ = ("v", "z", "attn_out")  # sites needed for edges, besides the pattern
 
@@ -40,8 +40,8 @@ READ = ("v", "z", "attn_out")  # sites needed for edges, besides the pattern
 def by_layer(
     lm: LM, prompts: Sequence[list[int]], layers: Sequence[int], tokens: TokensLike, also: Sequence[str] = ()
 ) -> Iterator[tuple[int, list[Run]]]:
-    """Yield each layer with a run per prompt, which captured the layer's patterns from `tokens` and its sites `also`. A
-    call captures as many layers as fit in `MAX_BYTES`. Runs are closed when the iterator advances past them."""
+    """Yield (layer, runs): one run per prompt, with the layer's patterns at the queries `tokens` and its sites `also`.
+    A call captures as many layers as fit in `MAX_BYTES`; its runs are closed after its last layer."""
     size = 4 * lm.sites.sizes.heads * sum(len(ids) ** 2 for ids in prompts)
     together = max(MAX_BYTES // size, 1)
     for first in range(0, len(layers), together):
@@ -57,8 +57,8 @@ def by_layer(
 
 
 class AttentionRolloutResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`rollout` [T, T]: each prompt token's share (columns) in each token (rows), after the last of `layers`. Rows add
-    up to 1."""
+    """`rollout` [T, T]: each prompt token's share (columns) in each token (rows), after the last of `layers`. Rows sum
+    to 1."""
 
     prompt_tokens: tuple[str, ...]
     layers: tuple[int, ...]
@@ -79,7 +79,7 @@ class AttentionRolloutResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class AttentionRollout(Study):
-    """Multiply the mean attention of all layers, each mixed with the residual connection: 0.5 · A + 0.5 · I.
+    """Multiply the head-averaged attention A of all layers, each mixed with the residual connection: 0.5 · A + 0.5 · I.
 
     Raises: `UnsupportedSite` where patterns are not available, and the error of any run.
     """
@@ -90,7 +90,7 @@ class AttentionRollout(Study):
     prompt: inputs.Prompt
     """Prompt, as text or token ids."""
     layers: inputs.Layers = None
-    """Layers; all with attention by default."""
+    """Layers to include; all with attention by default."""
 
     def _run(self, lm: LM, *, show_progress: inputs.Progress = None) -> AttentionRolloutResult:
         words, layers = inputs.words_of(lm, self.prompt, "prompt"), inputs.layers_of(lm, "pattern", self.layers)
@@ -99,7 +99,7 @@ class AttentionRollout(Study):
         with progress("rolling out", len(layers), show_progress, "layers") as advance:
             for layer, [run] in by_layer(lm, [list(words.ids)], layers, prompt):
                 mean = run.attention[f"pattern[{layer}]"].values.mean(1)
-                mean = mean / mean.sum(-1, keepdims=True)  # a sink takes a part of a row
+                mean = mean / mean.sum(-1, keepdims=True)  # an attention sink takes part of each row
                 rollout = (0.5 * mean + 0.5 * identity) @ rollout
                 advance(1)
         return AttentionRolloutResult(
@@ -123,8 +123,8 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Edges from the tokens at `positions` to all tokens, in the heads of `layers`.
 
     `lengths` [L, H, Q, T]: α ‖v W_O‖, the length of the head's output for the edge, before any post-attention norm.
-    `shares` [L, H, Q, T]: the edge's direct effect on the logit of `answer` after the query, minus that on `foil`'s;
-    [0, H, Q, T] without an answer. A query's shares add up to the head's direct logit attribution.
+    `shares` [L, H, Q, T]: the edge's direct effect on the logit of `answer` after the query, minus its effect on
+    `foil`'s logit; [0, H, Q, T] without an answer. A query's shares add up to the head's direct logit attribution.
     """
 
     prompt_tokens: tuple[str, ...]
@@ -137,7 +137,7 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def values(self) -> np.ndarray:
-        """The shares, or the lengths without an answer, [L, H, Q, T]."""
+        """`shares`, or `lengths` if there is no answer, [L, H, Q, T]."""
         return self.lengths if self.answer is None else self.shares
 
     def best(self, count: int = 10) -> list[AttentionEdge]:
@@ -157,8 +157,8 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame(columns if self.answer is None else columns | {"share": self.shares[at]})
 
     def picture(self, layer: int | None = None) -> AttentionMaps | TokenGrid:
-        """Return plot data for a layer's heads, or the heads with the largest edges: a row of tokens per head for one
-        query, otherwise a heatmap per head."""
+        """Return plot data for one layer's heads, by default for the heads with the largest edges: a row of tokens per
+        head if there is one query, otherwise a heatmap per head."""
         heads = np.abs(self.values).max((2, 3))
         order = np.argsort(-heads, axis=None, kind="stable")[:SHOWN]
         if layer is not None:
@@ -193,7 +193,7 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class AttentionEdges(Study):
-    """Weigh each edge from a query to a key by the head's output for it: its length, and its share of a logit.
+    """Weight each edge from a query to a key by what the head writes for it: the length, and the share of a logit.
 
     Raises: `ModelError` if a head's output is not its values weighted by its pattern, or the weights do not reproduce a
     part of the model; `CapacityError` for more than 2²⁶ edges; and the error of any run.
@@ -209,9 +209,9 @@ class AttentionEdges(Study):
     foil: inputs.Answer = None
     """Token to compare the answer with."""
     layers: inputs.Layers = None
-    """Layers; all with attention by default."""
+    """Layers to include; all with attention by default."""
     tokens: inputs.Selected | None = None
-    """Queries. By default the last token if there is an answer, otherwise all."""
+    """Query tokens; by default the last token if there is an answer, otherwise all."""
 
     def _run(self, lm: LM, *, show_progress: inputs.Progress = None) -> AttentionEdgesResult:
         import torch
@@ -258,8 +258,8 @@ attention_edges: Callable[..., AttentionEdgesResult] = AttentionEdges.short_form
 
 
 def _towards(lm: LM, ids: list[int], compared: list[int], rows: list[int]) -> torch.Tensor:
-    """Return each query's direction in the last stream along which the first of `compared` gains logit over the second,
-    if any; [Q, D], with the final norm's scale frozen."""
+    """Return, for each query, the direction in the last stream that raises the logit of `compared[0]`, relative to that
+    of `compared[1]` if given: [Q, D], with the final norm's scale frozen."""
     import torch
 
     unembedding = proved_unembedding(lm, ids)

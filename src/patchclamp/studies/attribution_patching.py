@@ -1,4 +1,4 @@
-"""Attribution patching: estimate every cell of a patch sweep from one gradient, and patch the best of them exactly.
+"""Attribution patching: estimate every cell of a patch sweep from one gradient, and verify the largest exactly.
 
 To first order, giving an activation a of the corrupt run its clean value changes the metric m by
 (clean − corrupt) · ∂m/∂a. With `steps`, the gradient is averaged along the path from the corrupt prompt's embedding to
@@ -55,7 +55,7 @@ class Estimate(PublicStruct, frozen=True):
 
     @property
     def ends(self) -> tuple[str, str]:
-        """The cell's place and its token."""
+        """The cell's site and token, as text."""
         return str(self.row), self.column.label
 
 
@@ -91,7 +91,7 @@ class AttributionPatchingResult(Proposal[Estimate], frozen=True, eq=False, kw_on
         return map(self._panel, dict.fromkeys(row.site for row in self.rows))
 
     def _panel(self, site: str) -> GridPanel:
-        """Return a site's panel. Heads are summed over all positions, with layers up and heads across."""
+        """Return a site's panel: layers by tokens, or layers by heads, summed over positions."""
         numbers = [r for r, row in enumerate(self.rows) if row.site == site]
         if self.rows[numbers[0]].head is not None:
             return self._heads(site, numbers)
@@ -162,7 +162,7 @@ class _RowCandidates(Candidates):
 
 
 class AttributionPatching(GradientStudy):
-    """Estimate every cell of a patch sweep from gradients (on Transformers), and patch the best of them exactly.
+    """Estimate every cell of a patch sweep from gradients (on Transformers), and verify the largest by exact patches.
 
     `run(lm, on=...)` patches on another `LM`, such as the serving engine.
 

@@ -25,7 +25,7 @@ from patchclamp.studies.metric import ALONE, METRICS, single_token
 from patchclamp.studies.study import Provenance, Study, StudyResult, progress, provenance
 
 Verified = Literal["all", "best", "sampled"]
-STEP = 1e-3  # nats, of the differences that are a metric's derivative
+STEP = 1e-3  # nats: step of the finite differences that give a metric's derivative
 BEST = 20  # verified cells in the picture's table
 
 
@@ -35,9 +35,9 @@ Proposed = TypeVar("Proposed", bound=Any)  # a cell with `ends`, `estimate`, and
 class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=True):
     """Base of results with estimated effects, verified for a subset of cells. The three arrays have the same shape.
 
-    estimates: change of the corrupt run's metric if a cell had its clean value, to first order
+    estimates: first-order change of the corrupt run's metric if the cell had its clean value
     exact: measured change; NaN for cells that were not patched
-    sampled: True for cells that were verified as random draws, not for their large estimates
+    sampled: True for cells that were verified as random draws, not for large estimates
     metric: name of the metric; `clean` and `corrupt` are its values in the unpatched runs · steps: gradients averaged
         from corrupt to clean; 0 is the gradient of the corrupt run alone · verified_on: model and engine of the exact
         patches · noise_floor: difference between two unpatched runs on that engine
@@ -192,8 +192,8 @@ class GradedAnswer:
                 for token in self._tokens}  # fmt: skip
 
     def gradients(self, ids: list[int], points: list[int], stream: np.ndarray | None = None) -> Gradients:
-        """Return rows, and gradients of the metric. A metric that is nonlinear in its log-probabilities needs one more
-        run. Raises `EngineError` without gradients."""
+        """Return the rows at `points`, and the gradients of the metric there. A metric that is nonlinear in
+        log-probabilities takes one more run. Raises `EngineError` without gradients."""
         engine, linear = self._lm.engine, self.graded.custom is None and self.graded.metric != "prob"
         scores = dict.fromkeys(self._tokens, 0.0)
         if not linear:
@@ -237,7 +237,7 @@ class Candidates(GradedAnswer):
         raise NotImplementedError
 
     def sites(self, number: int) -> list[Site]:
-        """Return the source runs' sites that a cell's exact patch reads."""
+        """Return the sites that a cell's exact patch reads from the source runs."""
         raise NotImplementedError
 
     def edit(self, number: int, runs: list[Run]) -> Replace:
@@ -255,8 +255,8 @@ class Candidates(GradedAnswer):
         return self.clean.rows[point][self.clean_at] - self.corrupt.rows[point][self.corrupt_at]
 
     def along(self, steps: int) -> Iterator[Gradients]:
-        """Yield the corrupt run, or `steps` runs at the midpoints of equal steps from the corrupt prompt's first stream
-        to the clean prompt's."""
+        """Yield the corrupt run's gradients if `steps` is 0, otherwise gradients at the midpoints of `steps` equal
+        steps from the corrupt prompt's embedding to the clean prompt's."""
         if not steps:
             yield self.corrupt
         begin = self.corrupt.rows[self._first]
@@ -273,7 +273,7 @@ class Candidates(GradedAnswer):
 
     @property
     def texts(self) -> dict[str, Any]:
-        """The fields of a result that describe the prompts and the metric."""
+        """The result fields that describe the prompts and the metric."""
         strings, (offset, factor) = self._lm.tokenizer.token_strings, self.scale
         return {
             "metric": self.graded.metric, "clean_tokens": self.tokens[0], "corrupt_tokens": self.tokens[1],
@@ -301,14 +301,14 @@ class GradientStudy(Study):
     """Metric: logit_diff, recovered, logprob or prob, or a Python function of log-probabilities (`Metric`, with top=0).
     By default the logit difference, or log p(answer) without a foil."""
     match: inputs.Matched = None
-    """Match of corresponding tokens where the prompts differ in length, instead of their alignment; as text, JSON
-    with clean, corrupt and align."""
+    """Corresponding tokens of prompts that differ in length, instead of the automatic alignment: a `Match` or, as text,
+    JSON with clean, corrupt and align."""
     steps: inputs.Whole = 0
-    """Gradients to average along the path to the clean prompt; 0 takes one, at the corrupt prompt."""
+    """Number of gradients to average along the path to the clean prompt; 0 takes only the corrupt run's."""
     verify: inputs.Whole = 32
-    """Cells with the largest estimates to patch exactly."""
+    """Number of largest estimates to verify by exact patches."""
     sample: inputs.Whole = 32
-    """Other cells to patch exactly, drawn at random, for an unbiased correlation."""
+    """Number of other cells, drawn at random, to verify for an unbiased correlation."""
     seed: inputs.Whole = 0
     """Seed of the random draw."""
 

@@ -33,9 +33,9 @@ TIMES = 3.0  # standard deviations of the subjects' embeddings
 
 
 class CausalTrace(PromptGrid):
-    """Noise the subject, restore every site, layer and token, and show where the answer comes back: a causal trace.
+    """Add noise to the subject, restore one site, layer and token at a time, and show where the answer comes back.
 
-    Values are means over the noise seeds; the result's `each` has one value per prompt and seed, prompts first. The
+    Values are means over the noise seeds; the result's `each` has one value per prompt and seed, ordered by prompt. The
     interval and the p-values are over prompts; for a single prompt the interval is over its seeds.
 
     Raises: `TokensError` for a subject that is not in its prompt, `ProgramError` for a wrong argument, and the error of
@@ -53,11 +53,11 @@ class CausalTrace(PromptGrid):
     metric: inputs.MetricField = "prob"
     """prob, logprob, logit_diff or recovered (0 is the noised run, 1 the clean one)."""
     window: inputs.Positive = 1
-    """Adjacent layers restored together; 10 in the paper for attn_out and mlp_out."""
+    """Number of adjacent layers restored together; 10 in the paper for attn_out and mlp_out."""
     std: inputs.Std = None
-    """Standard deviation of the noise; by default 3 times that of the embeddings of all subject tokens."""
+    """Standard deviation of the noise; by default 3 times that of all subject tokens' embeddings."""
     seeds: inputs.Seeds = 10
-    """Seeds of the noise: a count (0, 1, …), or a list."""
+    """Noise seeds: a count n for the seeds 0 to n − 1, or a list."""
 
     def plan(self, lm: LM) -> GridPlan:
         prompts = self.read(lm, self.metric)
@@ -105,7 +105,7 @@ class _TracePlan(GridPlan):
 
 
 def _selection(subject: Any, path: str) -> Any:
-    """Return a selection; text that does not parse as a selection is a span."""
+    """Return a selection; text that does not parse as one selects the span with this text."""
     if not isinstance(subject, str):
         return subject
     with contextlib.suppress(PatchclampError):

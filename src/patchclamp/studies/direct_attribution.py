@@ -1,8 +1,8 @@
 """Direct logit attribution: how much does each layer, head and neuron add to the answer's logit by itself?
 
 The last stream is a sum of the contributions of the embedding, every attention and every MLP. With the final norm
-frozen at its scale in that run, the logits are a sum over the same parts. The indirect effect of a part through later
-layers is not included.
+frozen at its scale in that run, the logits are a sum over the same parts. A part's indirect effect through later layers
+is not included.
 
 Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; Wang et al. 2022 (arXiv:2211.00593),
 section 3.1, with the norm's scale frozen as in its appendix A.
@@ -44,9 +44,9 @@ class Share(PublicStruct, frozen=True):
 
 class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`shares` [N, C] of the `parts` ("embed", "attn_out[0]", …, "bias") add up to `totals` [N], the difference
-    logit(answer) − logit(foil) that our readout gives for the last stream, before any cap on the logits. `unexplained`
-    [N] is the rounding error of the sum. `logit_diffs` [N] is the model's own difference, before the cap. Without a
-    foil, the difference is logit(answer).
+    logit(answer) − logit(foil) that our readout computes from the last stream, before any cap on the logits.
+    `unexplained` [N] is the rounding error of the sum. `logit_diffs` [N] is the model's own difference, before the cap.
+    Without a foil, the difference is logit(answer).
 
     `heads` [N, L, H] and `head_biases` [N, L] add up to their layer's `attn_out`, `neurons` [N, L, M] and
     `neuron_biases` to its `mlp_out`; NaN in layers without them, and [N, L, 0] if they were not requested.
@@ -172,7 +172,7 @@ class DirectAttribution(Study):
     foil: Answers = None
     """Token, or one per prompt, to compare the answer with; without a foil the answer's logit is attributed."""
     by: Parts = BY
-    """layer, head, neuron."""
+    """Kinds of parts to report: layer, head, neuron."""
 
     def _run(self, lm: LM, *, show_progress: Progress = None) -> DirectAttributionResult:
         import torch
@@ -228,7 +228,7 @@ direct_attribution: Callable[..., DirectAttributionResult] = DirectAttribution.s
 
 
 LastRows = Callable[[Site], "torch.Tensor"]
-"""Return the rows at a site, captured at the last position of each prompt, fp32 [N, W]."""
+"""Returns a site's rows at the last position of each prompt, fp32 [N, W]."""
 
 
 def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
@@ -256,7 +256,7 @@ def _within(
     lm: LM, word: Word, asked: list[Word], rows: LastRows, towards_ND: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the contributions of each layer's heads or neurons, [N, L, heads or neurons], and biases, [N, L]; NaN in
-    layers without any."""
+    layers without them."""
     shape = len(towards_ND), lm.model.layers
     count, size = (lm.sites.parts(word) or (0, 1)) if word in asked else (0, 1)
     shares, rest = np.full((*shape, count), np.nan, np.float32), np.full(shape, np.nan, np.float32)

@@ -1,7 +1,7 @@
 """Edge attribution patching: estimate the effect of every edge u → v between parts of the model, and patch the largest
 edges exactly. The effect of an edge is the change in the metric if v read u's output from the clean run.
 
-A receiver reads the stream through a norm of its own. To first order, the effect of an edge u → v is the difference
+Each receiver reads the stream through its own norm. To first order, the effect of an edge u → v is the difference
 (clean − corrupt) of u's output, times the gradient at the stream as v alone reads it. An exact patch of the edge gives
 v alone the corrupt stream with u's clean output in it, through v's norm. It is one edit at `attn_in`, `mlp_in` or the
 last stream.
@@ -74,7 +74,7 @@ class EdgeAttributionResult(Proposal[Edge], frozen=True, eq=False, kw_only=True)
         return pandas.DataFrame([msgspec.structs.asdict(self.at(number)) for number in numbers])
 
     def panels(self) -> Iterator[GridPanel]:
-        """Yield a panel with senders across and receivers up."""
+        """Yield one panel: senders on the horizontal axis, receivers on the vertical."""
         yield GridPanel(
             name="effect of the edge", row_name="receiver", column_name="sender", rows=self.receivers,
             columns=self.senders, values=self.estimates, centre=0.0, **self.marks(self.exact),
@@ -88,7 +88,7 @@ class EdgeAttributionResult(Proposal[Edge], frozen=True, eq=False, kw_only=True)
 
 
 class EdgeEnd(msgspec.Struct, frozen=True):
-    """A sender, or a receiver's input. A sender reaches all receivers of a higher `order`.
+    """A sender, or a receiver's input. A sender reaches every receiver with a higher `order`.
 
     stream: the receiver's stream before its norm, if it has one
     """
@@ -150,7 +150,7 @@ class _EdgeCandidates(Candidates):
 
 
 def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
-    """Return senders and receivers in the order of computation. Raises `UnsupportedSite` for a model that changes the
+    """Return senders and receivers in computation order. Raises `UnsupportedSite` for a model that changes the
     stream between them."""
     family = lm.sites.family
     if family.afterwards:
@@ -179,7 +179,7 @@ def _norm(lm: LM, part: EdgeEnd, rows: dict[Site, np.ndarray]) -> Norm | None:
         return None
     before, after = (torch.from_numpy(rows[site]) for site in (part.stream, part.site))
     assert isinstance(part.site.layers, int)
-    names = ["ln1"] if part.site.name == "attn_in" else ["ln2", "ln1"]  # attention and MLP may share one
+    names = ["ln1"] if part.site.name == "attn_in" else ["ln2", "ln1"]  # attention and MLP may share a norm
     return proved_norm(lm, names, part.site.layers, before, after)
 
 

@@ -23,8 +23,8 @@ from patchclamp.studies.sweep_result import Sweep
 
 
 class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
-    """Result of knocking out attention edges in a prompt's run (`edge_sweep`). `corrupt` is None; a column's `clean` is
-    its queries and `corrupt` its keys."""
+    """Result of knocking out attention edges in a prompt's run (`edge_sweep`). `corrupt` is None; a column holds its
+    queries in `clean` and its keys in `corrupt`."""
 
     done: ClassVar[str] = "Knocking out edges of attention"
     cell: ClassVar[str] = "the run with some edges knocked out"
@@ -35,9 +35,9 @@ class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
 class EdgeSweep(PromptGrid):
     """Knock out attention from queries to keys, by layers and heads, and show where the answer suffers.
 
-    A cell is a window of layers, all heads or a group of heads, keys, and queries (its column's `clean`). Its queries
-    see at least one of its keys and one other key; `skipped` lists queries that belong to no cell. Effects are relative
-    to the unedited run.
+    A cell is a window of layers, all heads or a group of heads, and a column's queries and keys. Each query of a cell
+    can attend to at least one of the cell's keys and one other key; `skipped` lists queries in no cell. Effects are
+    relative to the unedited run.
 
     Raises: `ProgramError` for a wrong argument, `TokensError` for an empty selection, and the error of any run.
     """
@@ -45,16 +45,16 @@ class EdgeSweep(PromptGrid):
     command = "edge-sweep"
 
     queries: inputs.Positions = ("prompt[-1]",)
-    """Queries whose attention is knocked out: selections of the prompt, each as a whole; the last token by default."""
+    """Query tokens: selections of the prompt, each knocked out as a whole; the last token by default."""
     positions: inputs.Positions = None
-    """Columns of the grid: selections of keys, each knocked out together, or a mapping of labels to selections; one per
-    token by default."""
+    """Columns of the grid: selections of key tokens, each knocked out as a whole, or a mapping of labels to selections;
+    by default one per token."""
     window: inputs.Positive = 9
-    """Adjacent layers knocked out together, around the layer of a cell; 9 in the paper for GPT-2 XL."""
+    """Number of adjacent layers knocked out together, centred on the cell's layer; 9 in the paper for GPT-2 XL."""
     metric: inputs.MetricField = "logit_diff"
     """logit_diff, logprob or prob."""
     seed: inputs.Whole = 0
-    """Seed of the confidence interval and of the test over prompts."""
+    """Seed for the bootstrap interval and the significance test over prompts."""
 
     def plan(self, lm: LM) -> GridPlan:
         if self.metric == "recovered":
@@ -62,7 +62,7 @@ class EdgeSweep(PromptGrid):
         prompts = self.read(lm, self.metric)
         read = [self._columns(lm, words, i, len(prompts)) for i, (words, _) in enumerate(prompts)]
         if any(each.keys() != read[0][0].keys() for each, _ in read):
-            raise TokensError("expected the same key columns for each query in every prompt", "queries")
+            raise TokensError("expected every prompt to have the same (query, key) columns", "queries")
         cases = [GridCase(words, Words((), (), ""), graded, Alignment((), (*sorted(skipped),), ()), tuple(of.values()))
                  for (words, graded), (of, skipped) in zip(prompts, read, strict=True)]  # fmt: skip
         rows = inputs.rows_of(lm, "pattern", self.layers, self.group, self.window, parse_site)
@@ -83,7 +83,7 @@ class EdgeSweep(PromptGrid):
                     columns[i, j] = Column(key.label + arrow, seeing, key.corrupt)
         unseen = {*range(len(keys))} - {j for _, j in columns}
         if not columns or (unseen and self.positions is not None):
-            raise TokensError("expected keys that a query sees beside others, got keys without a query", "positions")
+            raise TokensError("no query attends to both these keys and others: use fewer keys", "positions")
         return columns, skipped.difference(*(column.clean for column in columns.values()))
 
 
@@ -91,7 +91,7 @@ edge_sweep: Callable[..., EdgeSweepResult] = EdgeSweep.short_form("edge_sweep")
 
 
 class _EdgePlan(GridPlan):
-    """A grid whose cells have their queries on the written side and their keys on the other."""
+    """A grid whose cells hold queries as positions to write, and keys as positions to read."""
 
     def writers(self, group: Sequence[int], until: object) -> list[Callable[..., sources.CellWriter]]:
         return [lambda places: _KnockoutWriter(self.mixing, None)] * len(group)

@@ -1,5 +1,5 @@
-"""Evaluate variants of a model (programs) on questions, in one batch: each variant's scores, and its differences from
-the first.
+"""Evaluate variants of a model (programs) on questions, in one batch: each variant's scores, and their differences from
+the first variant's.
 
 A choice's score is its log-probability after the prompt (teacher forcing), and a variant's answer is the choice with
 the highest score. Prompt and choice are tokenised together, as in lm-evaluation-harness. Differences are paired by
@@ -50,7 +50,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def right(self) -> int:
-        """The index of the correct text."""
+        """The index of the correct text in `texts`."""
         return self.answer if isinstance(self.answer, int) else self.texts.index(self.answer)
 
 
@@ -74,7 +74,7 @@ def _task_samples(name: str) -> list[dict[str, Any]]:
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ProgramError(
-            f"no file {name!r}, and no lm-evaluation-harness to read a task of this name: pass a JSON-lines file or a "
+            f"no file {name!r}, and tasks require lm-eval, which is not installed: pass a JSON-lines file or a "
             "list of samples, install lm-eval, or run lm_eval against `patchclamp serve`"
         ) from None
     try:
@@ -83,11 +83,11 @@ def _task_samples(name: str) -> list[dict[str, Any]]:
             raise ValueError("expected multiple choices after one prompt: run lm_eval against `patchclamp serve`")
         task.set_fewshot_seed(FEWSHOT_SEED)
         task.build_all_requests()
-        asked = {one.doc_id: one for one in task.instances}  # the last choice of each question
+        asked = {one.doc_id: one for one in task.instances}  # one request per question
         return [{"prompt": one.args[0] + task.config.target_delimiter, "answer": task.doc_to_target(one.doc),
                  "choices": task.doc_to_choice(one.doc)} for one in asked.values()]  # fmt: skip
     except Exception as error:
-        raise ProgramError(f"no file {name!r}, and as a task: {type(error).__name__}: {error}") from error
+        raise ProgramError(f"no file {name!r}; as a task it raised {type(error).__name__}: {error}") from error
 
 
 def _samples(value: Any, path: str) -> tuple[Sample, ...]:
@@ -132,9 +132,9 @@ def _variants(value: Any, path: str) -> dict[str, Program]:
 
 
 class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`values` [M, V, N]: the score of each sample: `acc` (1 if the likeliest choice is correct), `acc_norm` (the same,
-    with log-probabilities divided by the choices' lengths in characters), `logprob` (the correct choice's, in nats).
-    `intervals` [M, V, 2]: 95 % intervals of the mean difference from the first variant."""
+    """`values` [M, V, N]: each sample's score by metric: `acc` (1 if the likeliest choice is correct), `acc_norm` (the
+    same, with log-probabilities divided by the choices' lengths in characters), `logprob` (the correct choice's, in
+    nats). `intervals` [M, V, 2]: 95 % intervals of the mean difference from the first variant."""
 
     metrics: tuple[str, ...]
     variants: tuple[str, ...]
@@ -185,7 +185,7 @@ class Evaluate(Study):
     not_served = "its programs come from the client; run it in the client with pc.LM(url)"
 
     samples: Annotated[Any, Arg(_samples, samples_in)]
-    """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the correct choice's number or
+    """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the correct choice's index or
     text. Without choices, only the answer's log-probability is measured. Or the name of a multiple-choice task of
     lm-evaluation-harness, which must be installed."""
     variants: Annotated[Any, Arg(_variants, inputs.edits_in, many=True, option="variant")] = ((),)
@@ -243,7 +243,7 @@ def _tokens(lm: LM, prompt: str, text: str, chat: bool) -> tuple[tuple[int, ...]
 
 
 def _scores(sample: Sample, logprobs: Sequence[float]) -> tuple[float, float, float]:
-    """Return the sample's value of each metric, given its texts' log-probabilities."""
+    """Return the sample's score in each metric, given its texts' log-probabilities."""
     by_length = [logprob / max(len(text), 1) for logprob, text in zip(logprobs, sample.texts, strict=True)]
     right = [float(np.argmax(each) == sample.right) for each in (logprobs, by_length)]
     return right[0], right[1], logprobs[sample.right if sample.choices else 0]

@@ -4,7 +4,8 @@ its features are.
     loss recovered = (CE of the ablated model − CE with the SAE) / (CE of the ablated model − CE of the model)
 
 CE is the mean negative log-probability of the prompts' own tokens, in nats. With the SAE, every row is replaced by its
-reconstruction; ablated, by zero or the data set's mean. 1 is a perfect SAE, 0 is no better than ablation.
+reconstruction; in the ablated model, by zero or the data set's mean row. 1 is a perfect SAE, 0 is no better than
+ablation.
 Source: Bricken et al. 2023, "Towards monosemanticity"; on its weaknesses, Rajamanoharan et al. 2024 (arXiv:2404.16014).
 
 P prompts · F features · D width of the row that the SAE writes
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import pandas
 
 SHOWN = 40  # prompts in a picture
-ROWS = 512  # encoded at a time
+ROWS = 512  # rows encoded at a time
 
 
 class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
@@ -118,10 +119,9 @@ class EvaluateSAE(Study):
     at: inputs.SiteField = None
     """Site that the SAE reads, if its file does not name it."""
     ablation: Literal["zeros", "mean"] = "zeros"
-    """Ablation that the loss is compared with: zeros, or the mean row of the data set."""
+    """Ablation to compare the loss with: zeros, or the data set's mean row."""
     tokens: inputs.Selected = every
-    """Tokens whose rows are encoded, replaced and ablated; all by default. The loss is that of all tokens but the
-    first."""
+    """Tokens whose rows are encoded, replaced and ablated; all by default. The loss covers all tokens but the first."""
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 256, show_progress: inputs.Progress = None,

@@ -41,7 +41,7 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
     if not computed. `active` [N, 2], `active_values` [N]: active features as (position, id), and their values.
 
     kept [K]: the metric with only the `sizes` [K] best cells kept, ranked by estimates if available
-    clean: the unedited metric · noise_floor: its difference between two runs · verified_on: engine of the ablations
+    clean: the unedited metric · noise_floor: its change in a second run · verified_on: engine of the ablations
     """
 
     sae: str
@@ -137,11 +137,11 @@ class FeatureAttribution(Study):
     tokens: inputs.Selected = every
     """Tokens of the prompt whose features are ablated; all by default."""
     by_token: inputs.Flag = False
-    """Ablate each feature at each token by itself, instead of at all tokens."""
+    """Ablate each feature at one token at a time, instead of at all tokens together."""
     estimate: inputs.Flag = True
-    """Estimate all effects from a gradient, and ablate the best; otherwise ablate all."""
+    """Estimate all effects from a gradient, and ablate only the largest; otherwise ablate every feature."""
     verify: inputs.Whole = 32
-    """Cells with the largest estimates to ablate exactly."""
+    """Number of largest estimates to verify by ablation."""
 
     def _run(
         self, lm: LM, *, on: inputs.OnLM = None, batch: inputs.Positive = 256, show_progress: inputs.Progress = None

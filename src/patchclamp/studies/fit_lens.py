@@ -112,8 +112,8 @@ class FitLens(Study):
 
     A tuned lens needs only rows, which any engine provides; each step captures a batch of prompts. A Jacobian lens
     needs `engine="transformers"`, and D backward passes for each prompt, in batches. It differentiates the last stream,
-    summed over tokens, by one token's row, and averages over tokens and then prompts: effects on later tokens count.
-    The last layer of resid_post is not translated.
+    summed over tokens, with respect to one token's row, and averages over tokens and then prompts, so effects on later
+    tokens count. The last layer of resid_post is not translated.
 
     Raises: `EngineError` for a Jacobian lens on another engine, `ModelError` if the model's norm and unembedding do not
     reproduce its logits, and the error of any run.
@@ -131,7 +131,7 @@ class FitLens(Study):
     layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     tokens: inputs.Selected = prompt
-    """Tokens of each prompt; the authors of the Jacobian lens leave out the first 16 and the last."""
+    """Tokens of each prompt to fit on; the Jacobian lens paper leaves out the first 16 and the last."""
     chat: inputs.Flag = False
     """Send each prompt as the user turn of a chat."""
     held_out: Annotated[float, Arg(_share, float)] = 0.2
@@ -139,9 +139,9 @@ class FitLens(Study):
     steps: Annotated[int, Arg(_steps, int)] = 250
     """Training steps of a tuned lens (Adam; the learning rate falls to 0)."""
     step_prompts: inputs.Positive = 16
-    """Prompts per step."""
+    """Number of prompts per training step."""
     learning_rate: Annotated[float, Arg(inputs.as_positive, float)] = 1e-3
-    """Learning rate."""
+    """Learning rate of a tuned lens at the first step."""
     seed: inputs.Whole = 0
     """Seed of the held-out split and of the order of the other prompts."""
 
@@ -223,7 +223,7 @@ class _Fit:
     def measured(
         self, test: list[inputs.EncodedPrompt], matrix_LDD: torch.Tensor, bias_LD: torch.Tensor
     ) -> tuple[np.ndarray, int]:
-        """Return `MEASURED` [4, L] on held-out prompts, and their number of rows."""
+        """Return the four `MEASURED` quantities [4, L] on held-out prompts, and the number of rows."""
         import torch
 
         sums, count = np.zeros((len(MEASURED), len(self._sites))), 0
@@ -297,7 +297,7 @@ def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_p
     """Read translators for `pc.Lens` and `logit_lens` from another package's file or its folder: `params.pt` of
     tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` are passed by path instead.
 
-    site: "resid_post" or "resid_pre", the site that layer numbers refer to; resid_pre[l + 1] is resid_post[l].
+    site: "resid_post" or "resid_pre", the site that layer indices refer to; resid_pre[l + 1] is resid_post[l].
         tuned-lens starts at resid_pre[0] (the embedding) and lacks the last resid_post
 
     Files are read by `torch.load(weights_only=True)`, which runs no code. Raises `ProgramError` for any other file.
@@ -317,7 +317,7 @@ def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_p
             written, maps = "resid_pre", {l: (torch.eye(len(A)) + A, b) for l, (A, b) in parts.items()}  # noqa: E741
         moved = (written == "resid_post") - (site == "resid_post")
         if not (kept := {layer + moved: parts for layer, parts in maps.items() if layer + moved >= 0}):
-            raise ProgramError(f"no layers of {site}")
+            raise ProgramError(f"no layers at {site}")
         return LensFile(site, tuple(Translator.of(layer, parts) for layer, parts in kept.items()))
     except Exception as error:  # a damaged file may raise anything
         raise ProgramError(f"{file.name!r} is not a valid tuned-lens or jacobian-lens file: {error}", "path") from None

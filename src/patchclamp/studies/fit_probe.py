@@ -1,8 +1,8 @@
 """Fit linear probes of two classes, one per layer, on prompts' activations or on a harvest's rows.
 
 A probe gives a row h the log-odds w · h + b of the positive class. It is measured out of fold: every row is scored by a
-probe that was fitted without the row's document. The returned probe is fitted on all rows. `FitProbeResult.probe` runs
-it where the model runs.
+probe that was fitted without the row's document. The returned probe is fitted on all rows. `FitProbeResult.probe`
+returns it as a `Probe`, which runs with the model.
 
 Source: Alain and Bengio 2016 (arXiv:1610.01644); Marks and Tegmark 2023 (arXiv:2310.06824), difference of means;
 Goldowsky-Dill et al. 2025 (arXiv:2502.03407), recall at a false positive rate.
@@ -57,7 +57,7 @@ RATES = (0.0, 0.01, 0.02, *(n / 20 for n in range(1, 20)))  # false positive rat
 class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Probes at the `layers` of a `site`, and their out-of-fold log-odds of the N rows.
 
-    tokens, pool: the rows' selection and pooling; tokens is "" if a harvest's filters are not a selection
+    tokens, pool: the rows' selection and pooling; tokens is "" if a harvest's filters cannot be written as one
     classes: labels of the negative and the positive class
     weight [L, D], bias [L]: w and b of the log-odds w · h + b, fitted on all rows
     log_odds [L, N]: each row's log-odds from the probe fitted without its fold
@@ -120,7 +120,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return float((scores > self.threshold(false_positive_rate, layer)).mean())
 
     def calibration(self, layer: int | None = None, bins: int = 10) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the mean score, share of positive rows, and number of rows of each non-empty score bin."""
+        """Return, for each non-empty score bin, the mean score, the share of positive rows, and the number of rows."""
         scores, bins = sigmoid(self.log_odds[self._at(layer)]), inputs.check_whole(bins, "bins", 1)
         bin_N = np.minimum((scores * bins).astype(int), bins - 1)
         counts = np.bincount(bin_N, minlength=bins)
@@ -209,9 +209,9 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class Examples(NamedTuple):
-    """The rows of a fit, `rows(i)` [N, D] at `layers[i]`, and each row's label and document.
+    """The rows to fit on, `rows(i)` [N, D] at `layers[i]`, and each row's label and document.
 
-    tokens: the rows' selection, or "" · made: their provenance · path: template of a document's path
+    tokens: the rows' selection, or "" · made: the rows' provenance · path: template of a document's path in errors
     """
 
     layers: list[int]
@@ -224,7 +224,7 @@ class Examples(NamedTuple):
 
 
 def _labels(value: Any, path: str) -> Any:
-    """Read a column's name, or a list of numbers and texts."""
+    """Read a column name, or a list of numbers and texts."""
     labels = value if isinstance(value, str) else [as_plain(one) for one in as_items(value, path)]
     for i, one in enumerate(labels if isinstance(labels, list) else ()):
         if not isinstance(one, (str, int, float)) or one != one:
@@ -233,7 +233,7 @@ def _labels(value: Any, path: str) -> Any:
 
 
 def _labels_in(text: str) -> Any:
-    """Return a file's lines, or the name of a column."""
+    """Return a file's lines or, if there is no such file, the text as a column name."""
     return inputs.prompts_in(text) if Path(text).is_file() else text
 
 
@@ -261,13 +261,13 @@ class FitProbe(Study):
     not_served = "it fits many rows on the host; run it in the client with pc.LM(url)"
 
     labels: Annotated[Any, Arg(_labels, _labels_in)]
-    """Label of each prompt or document, of two classes: a list, on the command line a file with one per line, or the
-    name of a column that the harvest kept. Without pool, also a list with one for each row of the harvest, in reading
-    order."""
+    """Labels of two classes, one per prompt or document: a list (on the command line a file with one label per line),
+    or the name of a column that the harvest kept. With pool=None, also a list with one label per row of the harvest, in
+    reading order."""
     prompts: inputs.PromptFile = None
     """Prompts: texts or token ids, or with `chat` texts or lists of messages."""
     harvest: Annotated[Any, Arg(as_harvested, served=False)] = None
-    """Harvest to use instead of prompts: its folder or its reader. It needs no model: `run(None)`."""
+    """Harvest to use instead of prompts: its folder or a `Harvested`. No model is needed: `run(None)`."""
     positive_label: Annotated[Any, Arg()] = None
     """Label of the positive class; by default the larger one: True, 1, or the alphabetically later text."""
     site: inputs.SiteField = "resid_post"
@@ -275,9 +275,9 @@ class FitProbe(Study):
     layers: inputs.Layers = None
     """Layers to fit: all by default, a number, a list, or a range such as "0:12"."""
     tokens: inputs.Selected | None = None
-    """Tokens to read of each prompt, by default all. A harvest's tokens are fixed."""
+    """Tokens to read in each prompt; all by default. A harvest's tokens are fixed."""
     pool: Annotated[str | None, Arg(_pool)] = "mean"
-    """Row of a document: the mean of its tokens' rows, or the last one; none for a row per token."""
+    """Pooling of a document's rows: mean, or last for the last token's row; none keeps one row per token."""
     chat: inputs.Flag = False
     """Send each prompt as the user turn of a chat."""
     method: Literal["logistic", "mean_difference"] = "logistic"

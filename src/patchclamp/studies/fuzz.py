@@ -89,7 +89,7 @@ REFUSAL = (
 
 
 class Fuzz(msgspec.Struct, frozen=True):
-    """The edits for a strength and a seed: at the embedding, as in `language.ops.fuzz`, or noise at given sites."""
+    """Makes edits from a strength and a seed: at the embedding, as in `language.ops.fuzz`, or noise at given sites."""
 
     mode: str
     at: tuple[At, ...] | None
@@ -135,7 +135,7 @@ def _place(site: Any, number: int) -> At:
 
 
 def _sampling(sampling: Any, path: str) -> dict[str, Any]:
-    """Read sampling parameters by vLLM's names, except parameters set per cell."""
+    """Read sampling parameters, named as in vLLM; those that the sweep sets itself are refused."""
     if not isinstance(sampling, Mapping):
         raise ProgramError(f"expected a mapping of sampling parameters, got {type(sampling).__name__}", path)
     for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
@@ -183,7 +183,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
     perplexity: the answer's perplexity under the unedited model, exp of its tokens' mean negative log-probability
     refused: 1 if the answer matches the pattern `refusal`, else 0
 
-    noise: description of the edits · divergence: "full", "top 20 and the rest", or "none" · sampling: by vLLM's names
+    noise: description of the edits · divergence: "full", "top 20 and the rest", or "none" · sampling: vLLM parameters
     unfuzzed_perplexity [P, 1 or S]: perplexity of the unfuzzed answers
     """
 
@@ -267,8 +267,8 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return Curve(label, np.array(self.strengths), middle, low, high)
 
     def _share(self, label: str, values: np.ndarray) -> Curve:
-        """Return the share of ones, with Wilson's interval over prompts: seeds of one prompt are correlated, so each
-        prompt counts once, by its share."""
+        """Return the share of ones, with Wilson's interval over prompts: a prompt's seeds are correlated, so each
+        prompt counts once, with its mean over seeds."""
         low, high = wilson(values.mean(2).sum(0), values.shape[0])
         return Curve(label, np.array(self.strengths), values.mean((0, 2)), low, high)
 
@@ -294,30 +294,30 @@ class FuzzSweep(Study):
     prompts: inputs.PromptFile = None
     """Texts or token ids, or with `chat` texts or lists of messages; 23 instructions by default."""
     strengths: inputs.Ascending = None
-    """Strengths of the noise, ascending; 0 repeats the unedited run. By default 0 and ten from 0.01 to 1.8."""
+    """Noise strengths, ascending; 0 repeats the unedited run. By default 0 and ten from 0.01 to 1.8."""
     seeds: Annotated[Any, Arg(inputs.as_seeds, int, many=True, option="seed")] = (0,)
     """Seeds of the noise, and of the sampler if `sampling` has a temperature."""
     at: Annotated[Any, Arg(many=True, option="site")] = None
     """Sites that get noise, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
     mode: Literal["noise", "scale"] = "noise"
-    """noise, or scale: embeddings times 1 − strength."""
+    """noise, or scale: multiply embeddings by 1 − strength."""
     relative: inputs.Flag = True
     """Multiply the noise by the row's root mean square."""
     chat: inputs.Flag = False
     """Send each prompt as the user turn of a chat."""
     max_tokens: int = 32
-    """Tokens of an answer."""
+    """Maximum number of tokens per answer."""
     sampling: Annotated[Any, Arg(_sampling, json.loads)] = None
-    """Sampling parameters, by vLLM's names; greedy by default."""
+    """Sampling parameters, named as in vLLM; greedy by default."""
     divergence: Annotated[Any, Arg(_divergence, inputs.as_position)] = "full"
-    """full: over all logits of the first token; a number k: over the k tokens that are likeliest without noise and the
-    rest combined, which is a lower bound; none."""
+    """Divergence of the first token's distribution: full (the whole vocabulary), a number k (the k tokens likeliest
+    without noise, and the rest combined: a lower bound), or none."""
     perplexity: inputs.Flag = True
     """Compute the perplexity of answers under the unedited model."""
     refusal: Annotated[str | None, Arg(_pattern, served=False)] = REFUSAL  # matching can take exponential time
     """Regular expression that detects a refusal; None skips this measure."""
     quick: inputs.Flag = False
-    """Use 5 prompts and 7 strengths where none are given."""
+    """Use only 5 default prompts and 7 default strengths."""
 
     def check(self) -> None:
         """Raise errors that can be detected without a model."""

@@ -45,8 +45,8 @@ class GridListener(Protocol):
     """Receives the progress of a grid, possibly on another thread. An error it raises stops the study."""
 
     def start(self, sweep: Any, cells: int) -> None:
-        """Receive the start of a study: its result so far, with NaN values, and the number of cells to come (for a
-        zoom, an upper bound)."""
+        """Receive the start of a study: its result, with NaN in all cells, and the number of cells to run (for a zoom,
+        an upper bound)."""
         ...
 
     def cells(self, cells: list[Cell]) -> None:
@@ -70,7 +70,7 @@ class Grid(Study):
         if check is not None:
             check(plan)
         if resume is not None and plan.zoom is not None and plan.cases[0].graded.custom is not None:
-            raise ProgramError("not supported for a zoom with a custom metric: it has no stable key", "resume")
+            raise ProgramError("not supported for a zoom with a custom metric, which has no stable key", "resume")
         with (
             plan.open,
             keeping(lm, plan.question, resume) as journal,
@@ -83,8 +83,8 @@ class PairGrid(Grid):
     """The base of grids over a clean and a corrupt prompt."""
 
     clean: inputs.Prompts
-    """Prompt whose activations are patched in, as text or token ids; or a list of prompts, one per pair, whose mean is
-    the grid."""
+    """Prompt whose activations are patched in, as text or token ids; or a list with one prompt per pair: the grid is
+    the mean over pairs."""
     corrupt: inputs.Prompts
     """Prompt that is run with these activations; for several pairs, a list of the same length."""
     answer: inputs.Answers
@@ -95,14 +95,14 @@ class PairGrid(Grid):
     metric: inputs.MetricField = "logit_diff"
     """logit_diff, recovered, logprob or prob; in Python also a function or `Metric`."""
     direction: Literal["denoising", "noising"] = "denoising"
-    """denoising, or noising: cells of the corrupt run into the clean one."""
+    """denoising (patch clean activations into the corrupt run) or noising (the reverse)."""
     layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     seed: inputs.Whole = 0
-    """Seed of the confidence interval and of the test over pairs."""
+    """Seed for the bootstrap interval and the significance test over pairs."""
 
     def cases(self, lm: LM, positions: Any) -> list[GridCase]:
-        """Read every pair of prompts. With several pairs, an error's path includes the pair's number."""
+        """Read every pair of prompts. With several pairs, an error's path includes the pair's index."""
         cleans, corrupts = (inputs.each_prompt(getattr(self, side), side) for side in ("clean", "corrupt"))
         if (count := len(cleans)) != len(corrupts):
             raise ProgramError(f"expected one corrupt prompt per clean prompt, got {count} clean and "
@@ -154,7 +154,7 @@ class PromptGrid(Grid):
     """The base of grids over single prompts."""
 
     prompt: inputs.Prompts
-    """Prompt, as text or token ids; or a list of prompts, whose mean is the grid."""
+    """Prompt, as text or token ids; or a list of prompts: the grid is the mean over them."""
     answer: inputs.Answers
     """Expected answer, with its leading space: text, a token id, or a list of ids, graded exactly. One for all prompts,
     or a list with one per prompt."""
@@ -163,9 +163,9 @@ class PromptGrid(Grid):
     layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     group: inputs.OptionalCount = None
-    """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
+    """Number of heads, neurons or experts per row: 1 gives each head a row; by default a row is the whole site."""
     window: inputs.Positive = 1
-    """Adjacent layers patched together, centred on a cell's layer; 1 is that layer alone."""
+    """Number of adjacent layers patched together, centred on the cell's layer."""
 
     def read(self, lm: LM, metric: str | Metric) -> list[tuple[Words, Graded]]:
         """Return the prompts with their graded tokens."""
@@ -228,11 +228,11 @@ class GridPlace(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One unpatched run.
+    """One unpatched run, in which every cell is patched.
 
-    before: edits shared by all its runs, before the cell's own
-    base: its metric; offset, factor: the grid holds (metric − offset) · factor
-    writer: returns the writer for given places, opened on first use
+    before: edits of every patched run, before the cell's own
+    base: the unpatched metric; offset, factor: the grid holds (metric − offset) · factor
+    writer: returns the writer for the given places; sources are opened on first use
     number: the index of its case
     """
 
@@ -254,11 +254,11 @@ class GridPlan:
     """The checked arguments of a grid.
 
     cases: the prompts · rows: the grid's rows
-    source, mixing: origin and mixing of the values written into a cell; without a source, the other prompt's run
-    repeats: unpatched runs of each case's corrupt prompt
-    seed: seed of the spread over prompts · seeds: all seeds of the result, if it has more
+    source, mixing: source of the values written into a cell, by default the other prompt's run; how they are mixed in
+    repeats: number of unpatched runs of each case's corrupt prompt
+    seed: seed for intervals and tests over prompts · seeds: all seeds of the result, if it has more
     settings: further arguments that determine the values, as plain data · extra: further fields of the result
-    open: closes runs at the end, because an error's frames may keep them alive for long
+    open: closes runs at the end; otherwise an error's traceback could keep them alive for long
     """
 
     lm: LM
@@ -301,12 +301,12 @@ class GridPlan:
 
     @property
     def most(self) -> int:
-        """An upper bound on the places patched in each unit."""
+        """An upper bound on the number of places patched in each unit."""
         return self.blocks.most
 
     @property
     def runs(self) -> int:
-        """An upper bound on patched runs, over units, places, draws, and graded answer tokens."""
+        """An upper bound on the number of patched runs, over units, places, draws and graded answer tokens."""
         return self.most * self.draws * self.repeats * sum(case.graded.runs for case in self.cases)
 
     @property
@@ -334,7 +334,7 @@ class GridPlan:
 
     @functools.cached_property
     def possible(self) -> np.ndarray:
-        """A mask of the existing cells of the grid, [R, P]."""
+        """A mask [R, P] of the grid's cells that exist."""
         return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
 
     @functools.cached_property
@@ -346,7 +346,7 @@ class GridPlan:
         return blocks
 
     def _possible(self, row: Row, p: int) -> bool:
-        """Return True if the cell exists: logits exist only at a prompt's last position."""
+        """True if the cell exists: logits exist only at a prompt's last position."""
         if row.site != "logits":
             return True
         if any(len(tokens) > 1 for case in self.cases for tokens in case.graded.compared):
@@ -356,7 +356,7 @@ class GridPlan:
                    for case, end in zip(self.cases, ends, strict=True))  # fmt: skip
 
     def place(self, r: Sequence[int], p: Sequence[int]) -> GridPlace:
-        """Return a place: rows of one panel and columns, patched together."""
+        """Return the place made of rows `r`, in one panel, and columns `p`, which are patched together."""
         row = self.rows[r[0]]
         if len(r) > 1:
             layers = {at.layers for i in r for at in self.rows[i].sites if isinstance(at.layers, int)}
@@ -364,7 +364,7 @@ class GridPlan:
         return GridPlace(row, tuple(p), (r[0], p[0]))
 
     def sides(self, place: GridPlace, number: int) -> sources.Sides:
-        """Return the positions to read and to write in a case."""
+        """Return a place's positions to read and to write in case `number`."""
         column = _joined([self.cases[number].columns[i] for i in place.columns])
         return (column.clean, column.corrupt) if self.written == "corrupt" else (column.corrupt, column.clean)
 
@@ -374,7 +374,7 @@ class GridPlan:
 
     @functools.cached_property
     def question(self) -> dict[str, Any]:
-        """Everything that determines the values, as plain data: the key of the journal."""
+        """Everything that determines the values, as plain data: the journal's key."""
         pairs = [(case.clean.ids, case.corrupt.ids, case.graded.key, case.columns) for case in self.cases]
         return {
             "study": self.study.short, "pairs": msgspec.to_builtins(pairs), "rows": msgspec.to_builtins(self.rows),
@@ -598,7 +598,7 @@ class Round:
                 for edits in self._writer.edits(place.row, *sides, (unit.number, *place.at))]  # fmt: skip
 
     def job(self, lm: LM, which: Sequence[int | None]) -> GradeJob:
-        """Return the job of the given trials; None reruns the unpatched prompt."""
+        """Return the job that grades trials `which`, by index; None reruns the unpatched prompt."""
         unit = self._unit
 
         def as_programs(some: Sequence[int | None]) -> GradeJob:
@@ -634,7 +634,7 @@ class Values(NamedTuple):
 
 
 Tell = Callable[[int, np.ndarray, np.ndarray], None]
-"""Receives finished trials: the number of their round, their numbers in it [n], their values [n]."""
+"""Receives finished trials: the index of their round, their indices in it [n], and their values [n]."""
 
 
 class Cells:
@@ -651,7 +651,7 @@ class Cells:
 
     @property
     def computed(self) -> str:
-        """The extent of computation: whole runs, or from the first edit onward. Empty if the engine cannot choose."""
+        """The extent of computation: whole runs, or from the first edit onward. Empty if the engine has no choice."""
         if "bulk" in self._routes:
             return "in batches, from the first edited position onward"
         if self._cut:
@@ -660,8 +660,8 @@ class Cells:
         return f"computed whole: {why}" if why and self._routes else ""
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
-        """Return the metric of a few trials before normalisation, run as requests, which do not wait for other batches.
-        Trials in the journal are not rerun."""
+        """Return the metric of a few trials before normalisation, run as requests, because these do not wait for other
+        batches. Trials in the journal are not rerun."""
         values = [trial.graded.value(of) for trial, of in zip(trials, self._take(len(trials)), strict=False)]
         left = trials[len(values) :]
         if left:
@@ -780,7 +780,7 @@ class Finished:
 
 
 COARSEST = 8  # layers and positions of the first blocks
-LEVELS = 3  # times that blocks are halved
+LEVELS = 3  # number of times that blocks are halved
 
 
 class Zoom:
@@ -821,7 +821,7 @@ class Zoom:
 
     @property
     def most(self) -> int:
-        """An upper bound on the number of places patched in a pair."""
+        """An upper bound on the number of places patched in each pair."""
         return len(self.first) + 4 * self.keep * LEVELS
 
 
@@ -867,5 +867,5 @@ def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, 
 
 
 def _cut(items: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Split into at most `count` even, non-empty parts."""
+    """Split items into at most `count` non-empty parts of nearly equal size."""
     return [tuple(part.tolist()) for part in np.array_split(items, count) if len(part)]

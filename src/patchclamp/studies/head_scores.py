@@ -1,7 +1,7 @@
 """Head scores: which heads attend to the previous token, to an earlier copy of a token, or to the token after it?
 
-Random tokens, repeated, have no other structure. An induction head attends from a token's second copy to the token
-after the first copy: it predicts that the sequence repeats.
+A repeated block of random tokens has no other structure. An induction head attends from a token's second copy to the
+token after the first copy: it predicts that the sequence repeats.
 
 Source: Olsson et al. 2022 (arXiv:2209.11895), and TransformerLens, whose scores are these means over a diagonal of the
 pattern; duplicate-token heads: Wang et al. 2022 (arXiv:2211.00593).
@@ -105,11 +105,11 @@ class HeadScores(Study):
     command = "head-scores"
 
     length: Annotated[int, Arg(functools.partial(inputs.check_whole, least=2))] = 50
-    """Tokens of a block, all different. The prompt has the block twice."""
+    """Number of tokens in a block, all different. The prompt has the block twice."""
     sequences: Annotated[int, Arg(functools.partial(inputs.check_whole, least=1, most=1000))] = 8
-    """Prompts to average over, at most 1000."""
+    """Number of prompts to average over, at most 1000."""
     layers: inputs.Layers = None
-    """Layers; all with attention by default."""
+    """Layers to include; all with attention by default."""
     prefix: inputs.Prompt = None
     """Prompt before the blocks, as text or token ids. By default the tokenizer's own prefix, such as <s>; GPT-2's
     tokenizer has none, and TransformerLens uses <|endoftext|>."""
@@ -150,7 +150,7 @@ class HeadScores(Study):
         ids = draw.permutation(lm.model.d_vocab)[: 2 * self.length].tolist()
         chosen = [token for token in ids if lm.tokenizer.decode([token])] or ids  # without a tokenizer, none has text
         if len(chosen) < self.length:
-            raise ProgramError(f"expected at most {len(chosen)} distinct tokens, got {self.length}", "length")
+            raise ProgramError(f"expected at most {len(chosen)} (tokens with text), got {self.length}", "length")
         return chosen[: self.length]
 
 

@@ -121,7 +121,7 @@ def words_of(lm: LM, prompt: Any, path: str) -> Words:
 
 
 def listed(prompts: Any) -> bool:
-    """Return True for several prompts: a list of texts, or a list of token id lists."""
+    """True for several prompts: a list of texts, or a list of token id lists."""
     return isinstance(prompts, (list, tuple)) and not (len(prompts) > 0 and is_token_id(prompts[0]))
 
 
@@ -135,7 +135,7 @@ def each_prompt(prompts: Any, path: str) -> list[tuple[Any, str]]:
 
 
 def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int, ...]:
-    """Return the positions that a selection chooses in a prompt. Raises `TokensError` if it is empty."""
+    """Return the positions of a prompt that a selection covers. Raises `TokensError` if there are none."""
     try:
         prompt = prompt_of(lm.tokenizer, words.ids, words.text, None)
         selected = prompt.select(selection(tokens), len(words.ids)).tolist()
@@ -152,7 +152,7 @@ Alignments = Literal["last", "first", "each"]
 class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
     """Pairs a part of the clean prompt with a part of the corrupt prompt, for subjects of different lengths.
 
-    A position of a patching study: `positions=[pc.studies.Match(clean="span('Statue of Liberty')",
+    Use it as a position in a patching study: `positions=[pc.studies.Match(clean="span('Statue of Liberty')",
     corrupt="span('Big Ben')")]` patches the paired tokens together. With n and m tokens, "last" pairs the last
     min(n, m), "first" the first, and "each" requires n = m. Unpaired tokens stay unpatched, and are listed in the
     result (`skipped`). As JSON it is an object with these fields.
@@ -202,7 +202,7 @@ def columns_of(
     lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make,
     matched: MakeMatched | None = None,
 ) -> list[Column]:  # fmt: skip
-    """Return the columns of prompt pair `number` of `count`: one per selection in `positions`, by default per position.
+    """Return the columns of prompt pair `number` of `count`: one per selection in `positions`, or per position.
 
     positions: selections of the patched prompt; a mapping gives them labels, and its values may be lists with one
         selection per pair
@@ -221,7 +221,7 @@ def columns_of(
         else:
             column = matched(label, match, path)
         if any((other.clean, other.corrupt) == (column.clean, column.corrupt) for other in columns):
-            raise TokensError(f"duplicate column: {selection} selects the tokens of an earlier one", path)
+            raise TokensError(f"duplicate column: {selection} selects the same tokens as an earlier column", path)
         columns.append(column)
     return columns
 
@@ -251,7 +251,7 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
 
 
 def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
-    """Merge the columns of several pairs into the grid's: labels that differ become positions in the prompt.
+    """Merge the columns of several pairs into the grid's; labels that differ are replaced by the token's position.
 
     Raises: `TokensError` if pairs have different numbers of columns.
     """
@@ -271,9 +271,9 @@ def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A site, its layer, and an index such as `3` or `0:64` if the row is a part of the site.
+    """A site, its layer, and an index such as `3` or `0:64` if the row covers only part of the site.
 
-    layers: the window of layers patched together, if it is more than `layer`
+    layers: the layers patched together, if there are others than `layer`
     """
 
     site: str
@@ -324,7 +324,7 @@ def rows_of(
 
 
 def which_layers(layers: Any, count: int) -> set[int]:
-    """Return the selected layers, of `count`. Raises `UnsupportedSite` if one is out of range, or none is selected."""
+    """Return the selected layers, of `count`. Raises `UnsupportedSite` if none is selected or one is out of range."""
     index = parse_index(layers) if isinstance(layers, str) else layers
     if index is None:
         return set(range(count))
@@ -376,7 +376,7 @@ def panels_of(rows: Sequence[Row]) -> list[str]:
 
 
 def layers_in(rows: Sequence[Row]) -> tuple[int, ...]:
-    """Return the layers of rows, ascending; only layer 0 if no row has one."""
+    """Return the layers of rows, ascending; only layer 0 if no row has a layer."""
     return tuple(sorted({row.layer for row in rows if row.layer is not None})) or (0,)
 
 
@@ -450,7 +450,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[EncodedPrompt]:
     """Read prompts as token ids. With `chat` each is the text of a user's turn, or a list of messages.
 
-    Raises: `ProgramError` for anything but a list of prompts, or with the path of an invalid prompt.
+    Raises: `ProgramError` for anything but a list of prompts, and for an invalid prompt, with its path.
     """
     if not (prompts := as_items(prompts, path)):
         raise ProgramError("expected at least one prompt, got none", path)
@@ -526,7 +526,7 @@ def as_feature_numbers(ids: Any, path: str) -> list[int]:
 
 
 def as_float(value: Any, path: str) -> float:
-    """Read a number as `as_number` does, with the path on its errors."""
+    """Read a number as `as_number` does, with the path in its errors."""
     try:
         return as_number(value)
     except ProgramError as error:
@@ -542,7 +542,7 @@ def as_ascending(values: Any, path: str) -> tuple[float, ...]:
 
 
 def as_seeds(seeds: Any, path: str) -> tuple[int, ...]:
-    """Read distinct seeds, at least one."""
+    """Read one or more distinct seeds."""
     numbers = tuple(check_whole(seed, f"{path}[{i}]") for i, seed in enumerate(as_items(seeds, path)))
     if not 0 < len(set(numbers)) == len(numbers):
         raise ProgramError(f"expected at least one seed and no duplicates, got {list(numbers)}", path)
@@ -571,7 +571,7 @@ def as_prompt(prompt: Any, path: str) -> Any:
 
 
 def as_layers(layers: Any, path: str) -> Any:
-    """Read layers: an integer, a range, its text, or a list of these."""
+    """Read layers: an integer, a range, a range as text, or a list of these."""
     try:
         if isinstance(layers, (slice, Range)):
             return _range(layers)
@@ -639,7 +639,7 @@ def prompts_in(file: str) -> list[str]:
 
 
 def edits_in(text: str) -> list[Op]:
-    """Parse an option's ops: one as JSON, a list, a .json file, or a mix of named programs."""
+    """Parse an option's ops: one op or a list as JSON, a .json file, or a mix of named programs."""
     if text.endswith(".json"):
         text = "\n".join(lines_of(Path(text)))
     if not text.lstrip().startswith(("{", "[")):

@@ -48,14 +48,14 @@ def fit_logistic(rows_ND: np.ndarray, positive_N: np.ndarray, l2: float) -> tupl
 
 
 def fit_mean_difference(rows_ND: np.ndarray, positive_N: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the weight [D] and bias of the difference of class means, with log-odds of 0 at the midpoint. They are
-    scaled to the log-odds of two normal distributions along it, with the pooled variance."""
+    """Return weight [D] and bias: the difference of class means, with log-odds of 0 at the midpoint. Both are scaled so
+    that w · x + b is the log-odds of two normal distributions along w with the pooled variance."""
     first, second = rows_ND[positive_N].mean(0), rows_ND[~positive_N].mean(0)
     difference = first - second
     along_N = rows_ND @ difference
     apart = float(difference @ difference)
     if apart == 0:
-        raise ProgramError("both classes have the same mean row", "labels")
+        raise ProgramError("both classes have the same mean row: no direction separates them", "labels")
     within = [np.var(along_N[of]) * np.mean(of) for of in (positive_N, ~positive_N)]
     weight = difference * apart / max(sum(within), LEAST_VARIANCE * apart**2)
     return weight, -float(weight @ (first + second)) / 2

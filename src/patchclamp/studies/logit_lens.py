@@ -57,7 +57,7 @@ class Guess(PublicStruct, frozen=True):
 class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: the chosen
     tokens'; rank 0 is the likeliest. `kl` [L, P]: Σ p · log(p / q) in nats, where p is the final layer's distribution
-    by the model's own readout and q the layer's by the lens. `entropy` [L, P]: q's entropy, in nats.
+    in the model's own readout, and q is the layer's in the lens. `entropy` [L, P]: q's entropy, in nats.
 
     lens: description of the lens · readout, about: kind of readout, and its description
     positions: prompt position of each column · texts: every token in the result, by id
@@ -187,16 +187,16 @@ class LogitLens(Study):
     prompt: inputs.Prompt
     """Prompt, as text or token ids."""
     tokens: inputs.ChosenTokens = ()
-    """Tokens, as text or id, to report rank and probability of at every cell; with `unembedding`, its labels."""
+    """Tokens, as text or id, whose rank and probability are reported in every cell; with `unembedding`, row labels."""
     site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, such as resid_post or resid_mid."""
     layers: inputs.Layers = None
-    """Layers of sites without an index: all by default, or those of the translators; a number, a list, or a range such
+    """Layers of sites without an index: by default all, or the translators' layers; a number, a list, or a range such
     as "0:12"."""
     positions: inputs.Positions = None
     """Selection, or a list of positions; all by default."""
     top: inputs.Positive = 5
-    """Likeliest tokens to keep per cell."""
+    """Number of likeliest tokens to keep per cell."""
     translators: inputs.PythonOnly = None
     """Tuned or Jacobian lens: by layer a matrix A [D, D] or a pair (A, b [D]), the result of `fit_lens`, or its file.
     The stream h is read as A h + b."""

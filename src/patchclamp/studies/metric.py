@@ -7,7 +7,7 @@ A metric is one number, computed from the log-probabilities of an answer and a f
     logit_diff  log p(answer) − log p(foil); for one token each, logit(answer) − logit(foil)
     recovered   (logit_diff − corrupt) / (clean − corrupt): 0 is the corrupt run, 1 the clean one
 
-`Metric` defines your own.
+Use `Metric` to define your own.
 
 For an answer of n tokens, log p is the sum of log p(answer[i] | prompt + answer[:i]) over n runs. Their edits name
 positions of the prompt, so they act the same in each run. A run grades all tokens requested after the same prefix.
@@ -49,7 +49,7 @@ ALONE = ("logprob", "prob")  # metrics of the answer without a foil
 class Logprobs(PublicStruct, frozen=True):
     """The log-probabilities of one run, for a `Metric`.
 
-    answer, foil: log-probabilities of answer and foil, summed over their tokens; `foil` is NaN without one
+    answer, foil: log-probabilities of answer and foil, summed over their tokens; `foil` is NaN if there is none
     tokens: the metric's own tokens, by text and by id · top: the likeliest next tokens, by id, likeliest first
     """
 
@@ -162,7 +162,7 @@ class Graded(msgspec.Struct, frozen=True):
         return self.custom.top if self.custom is not None else 0
 
     def records(self, grades: Grades, programs: np.ndarray) -> list[Recorded]:
-        """Return the records of `programs`, indices into a job's. Raises the first error of a program."""
+        """Return the records of `programs`, as indices into the job's. Raises the error of the first failed program."""
         if grades.errors:
             raise grades.errors[min(grades.errors)]
         logprobs = grades.logprobs[programs].astype(np.float64)
@@ -194,14 +194,14 @@ class Graded(msgspec.Struct, frozen=True):
         if self.metric != "recovered":
             return 0.0, 1.0
         if clean == corrupt:
-            raise ProgramError("recovered is undefined: clean and corrupt prompt have the same logit difference")
+            raise ProgramError("recovered is undefined: the clean and corrupt prompts have the same logit difference")
         return corrupt, 1.0 / (clean - corrupt)
 
 
 def grade(
     metric: str | Metric, answer: Sequence[int], foil: Sequence[int] | None, tokens: Mapping[str | int, int] = {}
 ) -> Graded:
-    """Check a metric against the tokens given for it. `tokens`: a custom metric's own, by text and by id."""
+    """Combine a metric with its tokens, and check that they fit. `tokens`: a custom metric's, by text and by id."""
     if isinstance(metric, Metric):
         return Graded(metric.name, tuple(answer), None if foil is None else tuple(foil), metric, dict(tokens))
     if metric not in METRICS:
@@ -240,7 +240,7 @@ def answer_tokens(lm: LM, answer: Any, path: str) -> tuple[int, ...]:
 
 
 def bare_ids(lm: LM, text: str, path: str) -> list[int]:
-    """Return the token ids of a text without special tokens. Raises `ProgramError` for half a surrogate pair."""
+    """Return the token ids of a text without special tokens. Raises `ProgramError` for an unpaired surrogate."""
     try:
         return lm.tokenizer.bare(text)
     except (TypeError, ValueError) as error:
@@ -309,7 +309,7 @@ def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndar
 
 
 def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return the share of flips with at least the observed statistic; drawn flips also count the observed one."""
+    """Return (p, p_family): shares of sign flips with at least the observed statistic, which drawn flips include."""
     size = np.sqrt((effects_NC**2).sum(0))
     unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
     observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order
@@ -335,7 +335,7 @@ def js(log_p: np.ndarray, log_q: np.ndarray) -> float:
 
 
 def with_rest(logprobs: Sequence[float]) -> np.ndarray:
-    """Append the log-probability of all other tokens together, for a distribution of n + 1.
+    """Append the combined log-probability of all other tokens, for a distribution over n + 1 outcomes.
 
     Divergences of two such distributions are lower bounds of the full ones (data processing inequality).
     """

@@ -1,7 +1,7 @@
 """Parity: do two engines agree on a model's sites? All sites of all layers are captured on both, with one edit at each.
 
 The reference runs first and is closed before the other starts, so that a GPU holds one model at a time; only its rows
-are kept. A row's difference is ‖a − b‖₂ / ‖b‖₂, with b from the reference; a site's is its worst row's.
+are kept. A row's difference is ‖a − b‖₂ / ‖b‖₂, with b from the reference; a site's difference is its worst row's.
 
 T positions · W width of a site · V vocabulary
 """
@@ -28,8 +28,8 @@ from patchclamp.studies.study import Arg
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Allowed differences between two engines. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: difference between an edit's changes of
-    the logits, relative to the largest change if that is above 1; `logprobs`: absolute."""
+    """Allowed differences between two engines. `rows`: ‖a − b‖₂ / ‖b‖₂; `edit`: difference between the logit changes of
+    the same edit, relative to the largest change if that is above 1; `logprobs`: absolute."""
 
     rows: float
     edit: float
@@ -54,8 +54,8 @@ class SiteParity(msgspec.Struct, frozen=True):
 class Parity(msgspec.Struct, frozen=True):
     """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
     compared; `alike`: generated tokens on which both agree, and their total; `only`: sites that just one engine has, by
-    the same table; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the worst row
-    of every place; `logprobs`: the largest difference among tokens on which both agree."""
+    the same table; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the largest
+    row difference at every place; `logprobs`: the largest difference among tokens on which both agree."""
 
     model: str
     family: str
@@ -72,16 +72,16 @@ class Parity(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
 
     def leaves(self, site: SiteParity) -> str | None:
-        """Return the first place of a site, layer by layer, that is out of tolerance."""
+        """Return a site's first place that is out of tolerance, in layer order; None if all are within it."""
         return next((place for place in site.places if not self.gaps[place] <= self.bounds.rows), None)
 
     def moves(self, site: SiteParity) -> bool:
-        """Return True if the edit moved the logits of both engines, within the allowed difference."""
+        """True if the edit moved the logits of both engines, and equally within tolerance."""
         return site.moved > 0 and site.here > 0 and site.edit <= self.bounds.edit
 
     @property
     def first(self) -> str | None:
-        """The first place that is out of tolerance, in the order of computation."""
+        """The first place that is out of tolerance, in computation order; None if there is none."""
         wrong = [place for place, gap in self.gaps.items() if not gap <= self.bounds.rows]
         return min(wrong, key=_order, default=None)
 
@@ -181,8 +181,8 @@ def parity(
 
 
 def given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options that each engine supports; the second also gets unknown options, and refuses them. For two
-    engines of one kind the options are the second's, except options that decide how a model is read."""
+    """Return the options that each engine supports; the second also gets unknown options, and refuses them. If both
+    engines are of one kind, options go to the second only, except those that decide how the model is read."""
     if engines[0] == engines[1]:
         return {name: value for name, value in options.items() if name in READ}, options
     first, second = (known_options(engine) if options else [] for engine in engines)
@@ -208,7 +208,7 @@ class _Seen(NamedTuple):
     """The observations of one engine.
 
     engine: its name and version
-    edits: the edit of each site
+    edits: the edit at each site, by name
     moved: change of the next token's logits [V] by each edit
     noise: largest difference of these logits without an edit, in the same batch
     """
@@ -251,7 +251,7 @@ def _observe(
 
 
 def _free() -> None:
-    """Free a closed engine's memory before the next one measures what is left."""
+    """Free a closed engine's memory before the next engine measures the free memory."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -270,7 +270,7 @@ def _flat(rows: Any) -> np.ndarray:
 
 
 def _edit(lm: LM, name: str, kept: _ObservedPrompt) -> tuple[str, np.ndarray]:
-    """Return a site's middle place, and the prover's push of its last row."""
+    """Return the site in a middle layer, and the vector [W] that the prover adds to the prompt's last row there."""
     places = lm.sites.resolve(pc.Site(name))
     place = str(places[len(places) // 2])
     return place, push(name, kept.rows[place][0 if name == "logits" else len(kept.prompt) - 1])
@@ -327,12 +327,12 @@ def _common(a: _ObservedPrompt, b: _ObservedPrompt) -> int:
 
 
 def _positions(kept: _ObservedPrompt, common: int) -> int:
-    """Return the number of positions up to which tokens agree; the last token was never an input."""
+    """Return the number of positions up to which tokens agree, excluding the last token, which was never an input."""
     return len(kept.prompt) + min(common, len(kept.tokens) - 1)
 
 
 def _gaps(a: _ObservedPrompt, b: _ObservedPrompt, common: int) -> dict[str, float]:
-    """Return the worst row of each place, over positions with the same tokens in both runs."""
+    """Return the largest row difference at each place, over positions with the same tokens in both runs."""
     positions = {place: (common + 1 if place == "logits" else _positions(b, common)) for place in a.rows}
     return {place: apart(a.rows[place][:n], b.rows[place][:n]) for place, n in positions.items() if place in b.rows}
 
@@ -362,6 +362,6 @@ def _site(name: str, worst: Mapping[str, float], ours: _Seen, theirs: _Seen) -> 
 
 
 def _beyond(moved: np.ndarray, noise: float) -> float:
-    """Return the largest move of the logits; 0 if it may be batch noise."""
+    """Return the largest change of the logits; 0 if it may be batch noise."""
     most = _largest(moved)
     return most if most > 4 * noise + 1e-6 else 0.0

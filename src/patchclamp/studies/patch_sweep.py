@@ -36,23 +36,23 @@ class PatchSweep(PairGrid):
     sites: inputs.Sites = ("resid_pre",)
     """Sites with or without layers, heads, neurons or experts: resid_pre, attn_out, z, 'z[:, 3]'."""
     positions: inputs.Positions = None
-    """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched together. A
+    """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched as a whole. A
     mapping gives them labels; its values may be lists with one selection per pair. A Match (as text, JSON with clean,
     corrupt and align) pairs parts of different lengths. All aligned positions by default."""
     group: inputs.OptionalCount = None
-    """Heads, neurons or experts per row: 1 for each head; the whole site by default."""
+    """Number of heads, neurons or experts per row: 1 gives each head a row; by default a row is the whole site."""
     window: inputs.Positive = 1
-    """Adjacent layers patched together, centred on a cell's layer; 1 is that layer alone."""
+    """Number of adjacent layers patched together, centred on the cell's layer."""
     source: inputs.SourceField = None
     """Values to write instead of the other prompt's: zeros, bank:NAME, `studies.MeanOf(prompts)` or
     `studies.Resampled(prompts)`."""
     alpha: float = 1.0
-    """Weight of the new value in the mix with the old one."""
+    """Weight of the new value when it is mixed with the old one; 1 replaces the old value."""
     mask: inputs.MaskField = None
-    """Columns [W] of a row that are patched, as in `pc.Replace`."""
+    """Mask [W] of a row's columns to patch, as in `pc.Replace`."""
     zoom: inputs.OptionalCount = None
-    """Start with blocks of 8 layers × 8 positions and split this many of the best of each size; the grid then holds
-    only the cells that were reached."""
+    """Start with blocks of 8 layers × 8 positions and split this many of the best blocks of each size; the grid then
+    holds only the cells reached."""
 
     def plan(self, lm: LM) -> GridPlan:
         cases = self.cases(lm, self.positions)

@@ -125,7 +125,7 @@ IDENTITY = "cat -> cat\n1135 -> 1135\nhello -> hello\n?"
 
 
 class Patchscope(Study):
-    """Place a prompt's activation, from every layer, into another prompt, and show how that continues.
+    """Patch one prompt's activation, from every layer, into another prompt, and show how the model continues it.
 
     Raises: `TokensError` for positions that are missing or differ in number, `UnsupportedSite` for a site of another
     width, and the error of any run.
@@ -136,7 +136,7 @@ class Patchscope(Study):
     source: inputs.Prompt
     """Prompt whose activation is read."""
     target: inputs.Prompt = IDENTITY
-    """Prompt that it is patched into; by default one that asks for the token itself."""
+    """Prompt to patch the activation into; by default one that asks the model to repeat a token."""
     source_position: inputs.Position = -1
     """Position, or selection, to read; as many positions as `target_position`."""
     target_position: inputs.Position = -1
@@ -146,15 +146,15 @@ class Patchscope(Study):
     layers: inputs.Layers = None
     """Layers to read: all by default, a number, a list, or a range such as "0:12"."""
     target_layers: inputs.Layers = None
-    """Layers to write, each combined with each layer read; by default only the layer that was read."""
+    """Layers to write to, each combined with each layer read; by default the layer that was read."""
     normed: inputs.Flag = False
     """Scale the activation to the norm of the row that it replaces."""
     max_tokens: int = 12
-    """Tokens to generate."""
+    """Maximum number of tokens to generate."""
     tokens: inputs.ChosenTokens = ()
-    """Tokens to report the probability of, as the first token."""
+    """Tokens whose probability as the first token is reported."""
     top: inputs.Positive = 5
-    """Likeliest first tokens to keep."""
+    """Number of likeliest first tokens to keep."""
 
     def _run(self, lm: LM, *, batch: inputs.Positive = 64, show_progress: inputs.Progress = None) -> PatchscopeResult:
         at = checked_site(lm, self.site)

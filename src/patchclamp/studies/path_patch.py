@@ -3,7 +3,7 @@
 Activation patching shows the effect of a head along all paths. Path patching isolates one. The sender (a head, or any
 part of a row) gets its value from the other prompt, and everything between it and the receivers (inputs of later heads,
 or the logits) is frozen to the unpatched run. The receivers' inputs from that run are then patched into the unpatched
-run. The resulting change came directly from the sender to the receiver.
+run. The resulting change passed directly from the sender to the receiver.
 
     run 1  unpatched; everything between is captured
     run 2  sender patched, everything between frozen to run 1; the receivers' inputs are captured
@@ -37,7 +37,7 @@ from patchclamp.studies.inputs import Column, Row
 from patchclamp.studies.sources import CellWriter, Mixing, captured_runs
 from patchclamp.studies.sweep_result import PathPatchResult
 
-ENDS = ("final_norm", "logits")  # receivers that are the end of the model
+ENDS = ("final_norm", "logits")  # receivers at the end of the model
 FREEZABLE = ("z", "attn_out", "mlp_out")
 ATTENTION, MLP = ("z", "attn_out"), ("neurons", "mlp_out")  # senders
 logger: logging.Logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class PathReceiver(NamedTuple):
 
 
 class PathPatch(PairGrid):
-    """Patch the path from every sender to every receiver, everything between them frozen, and show which paths matter.
+    """Patch the path from every sender to every receiver, with everything between frozen, and show which paths matter.
 
     Rows of the grid are senders, columns receivers. A cell is NaN if its receiver is not downstream of its sender.
     Receivers are patched at every position of the patched prompt. For prompts of different lengths, `positions` selects
@@ -72,7 +72,7 @@ class PathPatch(PairGrid):
     """Inputs of one layer, such as 'q[9, 6]' or 'mlp_in[8]', or logits; a nested list (joined by + on the command line)
     is patched together."""
     group: inputs.OptionalCount = 1
-    """Heads or neurons per sender."""
+    """Number of heads or neurons per sender."""
     positions: inputs.Position = None
     """Selection or `Match` at which senders are patched, or a list with one per pair; the whole prompt by default."""
     freeze: inputs.Frozen = ("z", "mlp_out")
@@ -159,7 +159,7 @@ class _PathPlan(GridPlan):
         sent = until.enter_context(ExitStack())
 
         def writer(places: Sequence[GridPlace]) -> _PathWriter:
-            sent.close()  # the runs of the senders before
+            sent.close()  # frees the runs of the previous senders
             writer = _PathWriter(self, ids, *both())
             writer.send({place.at[0]: (place.row, *self.sides(place, group[0])) for place in places}, sent)
             return writer
@@ -217,7 +217,7 @@ class _PathWriter(CellWriter):
 
 
 def _behind(lm: LM, row: Row, site: Site) -> bool:
-    """Return True if a receiver's site reads a sender's output: in a later layer, or downstream in the same layer."""
+    """True if a receiver's site reads a sender's output: in a later layer, or downstream in the same layer."""
     assert row.layer is not None
     assert isinstance(site.layers, int)
     if site.layers != row.layer:

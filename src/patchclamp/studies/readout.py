@@ -1,8 +1,8 @@
 """The parts of a model that studies compute themselves, from its weights (`LM.weights`): norms, the unembedding, and
 the matrices through which heads and neurons write into the stream.
 
-Tables do not define how a norm is computed, so anything built from weights is first verified against the live model: a
-readout must reproduce its logits from its last stream, an output projection its layer's output.
+Site tables do not define how a norm is computed, so anything built from weights is first verified against the live
+model: a readout must reproduce its logits from its last stream, an output projection its layer's output.
 
 A readout maps rows of the stream to logits in one of two ways. From the weights, it uses the final norm and the
 unembedding. From the engine, each row replaces the last stream of a run; this is exact for every model, but costs one
@@ -188,7 +188,7 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
 class FromWeights:
     """A readout from the model's weights, verified on the live model, in fp32.
 
-    way: kind of readout · about: its description, for results
+    way: kind of readout · about: description of the readout, for results
     """
 
     way: Way = "weights"
@@ -198,7 +198,7 @@ class FromWeights:
         self.about = "the model's norm and unembedding, proved on the live model"
 
     def logits(self, rows_ND: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the logits [n, V] of stream rows, a few rows at a time, in order."""
+        """Yield the logits [n, V] of stream rows in order, a few rows at a time."""
         count = max(MAX_FLOATS // len(self.unembedding.matrix_VD), 1)
         for rows in rows_ND.split(count):
             yield self.unembedding(rows)
@@ -296,7 +296,7 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
         return rest_N
 
     def _pulled(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """Return the directions before the norm."""
+        """Return the directions pulled back through the post-norm, [N, D]."""
         if self.norm is None:
             return directions_ND
         return self.norm.pulled(directions_ND, self._before_norm(rows_NW) * self.factor)

@@ -6,7 +6,7 @@ batches. With two or more objectives there is a trade-off, and no single best tr
 other trial beats, the Pareto front.
 
 Source: random search, Bergstra and Bengio 2012 (JMLR 13); refusals against KL divergence, as in directional ablation,
-Arditi et al. 2024 (arXiv:2406.11717), and the search for its strengths by layer in the `heretic` package, 2025.
+Arditi et al. 2024 (arXiv:2406.11717); searching the ablation's strength by layer, the `heretic` package, 2025.
 
 N trials · O objectives · P prompts
 """
@@ -107,14 +107,14 @@ class Space(PublicStruct, frozen=True):
         msgspec.structs.force_setattr(self, "parameters", read)
 
     def made(self, settings: Mapping[str, Any]) -> Program:
-        """Return the program of `settings`: values, or choices as described in a result, saved or not. Raises
+        """Return the program for `settings`, given as values or in the form in which a result describes them. Raises
         `ProgramError` if the function fails or returns no program, or a description is ambiguous."""
         chosen = {name: self._choice(name, value) for name, value in settings.items()}
         try:
             program = read_program(self.program(**chosen), "program")
         except Exception as error:
             what = error.message if isinstance(error, PatchclampError) else f"{type(error).__name__}: {error}"
-            raise ProgramError(f"the function raised {what} with {dict(settings)}", "space.program") from error
+            raise ProgramError(f"the function failed with {dict(settings)}: {what}", "space.program") from error
         if program.capture:
             raise ProgramError("expected a program with edits only, got captures", "space.program")
         return program
@@ -128,7 +128,7 @@ class Space(PublicStruct, frozen=True):
             one for one in choices if json_of(plain_data(one)) == described
         ]
         if len(found) > 1 and callable(found[0]) and found[0] is not value:
-            raise ProgramError(f"expected distinct names of choices, got {len(found)} {value!r}", f"settings[{name!r}]")
+            raise ProgramError(f"expected distinct choices, got {len(found)} named {value!r}", f"settings[{name!r}]")
         return found[0] if found else value
 
 
@@ -181,8 +181,8 @@ class Objective(PublicStruct, frozen=True, kw_only=True):
 
 
 class AnswerScore(Objective, frozen=True, kw_only=True):
-    """A metric of an answer, `logit_diff`, `logprob`, `prob` or your own (`Metric`), as in the sweeps. A list of
-    answers or foils has one for each prompt."""
+    """A metric of an answer, `logit_diff`, `logprob`, `prob` or your own (`Metric`), as in the sweeps. Answers and
+    foils may be lists with one per prompt."""
 
     answer: Any
     foil: Any = None
@@ -192,7 +192,7 @@ class AnswerScore(Objective, frozen=True, kw_only=True):
     def measure(self, measured: Measured) -> np.ndarray:
         lm, programs, metric = measured.lm, measured.programs, Metric.of(self.metric, "metric")
         if metric == "recovered":
-            raise ProgramError("requires a corrupt prompt: use logit_diff, logprob, prob or a function", "metric")
+            raise ProgramError("recovered requires a corrupt prompt: use logit_diff, logprob or prob", "metric")
         asked = inputs.ask(lm, self.prompts, self.chat)
         graded = graded_of(lm, self.answer, self.foil, metric, len(asked))
         values_PN = np.full((len(asked), len(programs)), np.nan)
@@ -289,9 +289,9 @@ class RefusalRate(TextScore, frozen=True, kw_only=True):
 
 
 class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`values` [N, O]: the trials' objectives, NaN for failed trials; `unedited` [O]: the unedited model's.
+    """`values` [N, O]: the trials' objectives, NaN for failed trials; `unedited` [O]: the unedited model's values.
 
-    settings: each trial's, by name · objectives, goals: one per column O · failed: errors by trial index
+    settings: each trial's settings, by name · objectives, goals: one per column O · failed: errors by trial index
     """
 
     settings: tuple[dict[str, Any], ...]
@@ -303,8 +303,8 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def front(self) -> list[int]:
-        """The trials of the Pareto front: no other is at least as good in every objective and better in one. Of equal
-        trials only the first is included; ordered by the first objective, best first."""
+        """Indices of the trials on the Pareto front: no other trial is at least as good in every objective and better
+        in one. Of equal trials only the first is included. Ordered by the first objective, best first."""
         costs_NO = self.values * np.where([goal == "minimize" for goal in self.goals], 1.0, -1.0)
         order = [i for i in np.lexsort(costs_NO.T[::-1]).tolist() if np.isfinite(costs_NO[i]).all()]
         kept: list[int] = []
@@ -365,7 +365,7 @@ def _shown(value: Any) -> str:
 
 def _space(value: Any, path: str) -> Space:
     if not isinstance(value, Space):
-        raise ProgramError(f"expected a Space of a function and its parameters, got {type(value).__name__}", path)
+        raise ProgramError(f"expected a Space(function, parameters), got {type(value).__name__}", path)
     return value
 
 
@@ -391,8 +391,8 @@ PLAIN = (str, bytes, int, float, complex, slice, Site, types.NoneType, types.Ell
 
 
 def _content(value: Any, path: str) -> Any:
-    """Return a value's content, for a journal: for functions their code and the values bound to it, without their
-    modules' globals. Raises `ProgramError` for an object of unknown contents."""
+    """Return a value's content, for a journal's key: for functions, their code and the values bound to it, without
+    module globals. Raises `ProgramError` for an object of unknown contents."""
     if isinstance(value, functools.partial):
         value = [value.func, value.args, value.keywords]
     elif inspect.isfunction(value):
@@ -419,7 +419,7 @@ NOT_BY_NAME = ("BaseSampler", "GridSampler", "PartialFixedSampler")  # samplers 
 
 
 class RandomSampler:
-    """Independent draws. Samplers return settings on request, and receive their values."""
+    """Independent random draws. Samplers return settings from `ask`, and receive their objective values in `tell`."""
 
     def __init__(self, parameters: Mapping[str, Any], seed: int) -> None:
         self._parameters, self._draws = parameters, np.random.default_rng(seed)
@@ -519,12 +519,12 @@ class Search(Study):
     objectives: Annotated[Any, Arg(_objectives, None, served=False)]
     """An `Objective`, or several: `AnswerScore`, `KLDivergence`, `TextScore`, `RefusalRate`, or your own."""
     trials: Annotated[int | None, Arg(functools.partial(inputs.check_whole, least=1, most=MAX_TRIALS))] = None
-    """Number of trials; 100 by default, and with "grid" every combination of choices. A journal resumes with more."""
+    """Number of trials: by default 100, or every combination of choices with "grid". A resumed search may have more."""
     sampler: Annotated[Any, Arg(_sampler, None, served=False)] = "random"
-    """random, grid, or Optuna's: tpe, nsgaii and others by name, or one of its samplers as an object, which use the
-    results of earlier rounds."""
+    """random, grid, or an Optuna sampler, by name (tpe, nsgaii, …) or as an object. Optuna samplers use the results of
+    earlier rounds."""
     per_round: inputs.Positive = 32
-    """Trials that are drawn and measured together."""
+    """Number of trials that are drawn and measured together."""
     seed: inputs.Whole = 0
     """Seed of the draws."""
 
@@ -565,7 +565,7 @@ class Search(Study):
                 plain = [(json_of(plain_data(each)), of) for each, of in zip(settings, prints, strict=True)]
                 records = journal.take(_Trial, len(programs)) if journal is not None else []
                 if [(of.settings, of.program) for of in records] != plain[: len(records)]:
-                    raise ProgramError(f"{resume} has different trials: the space's function or an entry of the bank "
+                    raise ProgramError(f"{resume} has different trials: the space's function or a bank entry "
                                        "has changed", "resume")  # fmt: skip
                 known.update((program, (of.values, of.error)) for program, of in zip(programs, records, strict=False))
                 new = list(dict.fromkeys(program for program in programs if program not in known))

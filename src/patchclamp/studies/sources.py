@@ -51,7 +51,7 @@ class MeanOf(Converted, frozen=True):
 
 
 class Resampled(Converted, frozen=True):
-    """For each cell, the row at the same position of a randomly drawn prompt, which is as long as the patched one.
+    """For each cell, the row at the same position of a randomly drawn prompt, of the same length as the patched one.
 
     draws: the number of prompts drawn per cell, whose values are averaged
     Source: resample ablation, Chan et al. 2022, "Causal scrubbing" (Alignment Forum).
@@ -206,7 +206,7 @@ class CellWriter:
         return [[self.mixing.replace(self._value(at, read, write), at, write) for at in row.sites]]
 
     def parts(self, lm: LM, row: Row) -> list[PatchedPart] | None:
-        """Return the parts that a row's cells change, if cells differ only in positions (`plan.cells`); else None."""
+        """Return the parts that a row's cells change; None unless cells differ only in positions (`plan.cells`)."""
         return None
 
     def close(self) -> None:
@@ -281,8 +281,8 @@ class FromDrawn(CellWriter):
 
 
 def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixing: Mixing) -> CellWriter:
-    """Run a source's prompts, and return a writer for cells of `rows`. `length`: the patched prompt's, None if lengths
-    differ."""
+    """Run a source's prompts, and return a writer for cells of `rows`. `length`: tokens per patched prompt, None if
+    lengths differ."""
     if isinstance(source, Zeros):
         if mixing == Mixing():
             return ZeroWriter(mixing, None)
@@ -310,7 +310,7 @@ def opened(lm: LM, source: Source, rows: Sequence[Row], length: int | None, mixi
 
 def captured_runs(lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site]) -> list[Run]:
     """Run prompts, capturing `sites` at every position. Raises the error of a failed run."""
-    at_end, everywhere = Positions("prompt", -1), Positions("prompt")  # logits exist at the prompt's end alone
+    at_end, everywhere = Positions("prompt", -1), Positions("prompt")  # logits exist only at the prompt's end
     wanted = [Site(site.name, site.layers) @ (at_end if site.name == "logits" else everywhere) for site in sites]
     runs = lm.run([list(ids) for ids in prompts], max_tokens=1, capture=list(dict.fromkeys(wanted)))
     try:

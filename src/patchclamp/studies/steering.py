@@ -235,7 +235,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     that of the positive ones, along the direction.
 
     method: "mean", "pca", "probe" or "imported" · tokens: the selection read, as text; its rows are averaged
-    accuracy, separation [L]: the `Check` on held-out prompts, NaN without any
+    accuracy, separation [L]: the `Check` on held-out prompts, NaN if there were none
     effect [L]: change of a behaviour's score on the held-out negative prompts when the layer's vector is added once
         (`strength_curve`), in nats; NaN without a behaviour
     fluency [L]: mean log-probability per token, under the unsteered model, of texts generated with the vector, minus
@@ -465,7 +465,7 @@ class Steering(Study):
     positive: inputs.PromptFile
     """Prompts that show the behaviour: texts or token ids, or with `chat` texts or lists of messages."""
     negative: inputs.PromptFile
-    """Prompts that do not show it; they form pairs with the positive ones if there are equally many."""
+    """Prompts that do not show the behaviour; paired with the positive ones if there are as many."""
     method: Method = "mean"
     """mean (difference of means), pca (of the pairs' differences) or probe (logistic regression)."""
     site: inputs.SiteField = "resid_post"
@@ -473,9 +473,9 @@ class Steering(Study):
     layers: inputs.Layers = None
     """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
     tokens: inputs.Selected = prompt[-1]
-    """Tokens to read of each prompt; the mean of several."""
+    """Tokens to read in each prompt; the rows of several are averaged."""
     chat: inputs.Flag = False
-    """Ask each prompt as the user's turn of a chat."""
+    """Send each prompt as the user turn of a chat."""
     held_out: float = 0.25
     """Share of the prompts held out to check layers; with 0 there is no check and no best layer."""
     seed: inputs.Whole = 0
@@ -483,7 +483,7 @@ class Steering(Study):
     answer: inputs.Answer = None
     """Continuation that shows the behaviour."""
     foil: inputs.Answer = None
-    """Continuation that does not show it."""
+    """Continuation that does not show the behaviour."""
 
     def check(self, curve: bool = False) -> None:
         """Raise errors that can be detected without a model. `curve`: True if prompts are scored under the vectors."""
@@ -571,7 +571,7 @@ def _fluency(
     lm: LM, asked: list[EncodedPrompt], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
     journal: Journal | None,
 ) -> np.ndarray:  # fmt: skip
-    """Return the unedited model's mean log-probability per token of each edit's texts, minus the first edit's."""
+    """Return the unedited model's mean log-probability per token of each edit's texts, minus that of the first edit."""
     items = [(one, edit) for edit in edits for one in asked]
 
     def call(part: Sequence[tuple[EncodedPrompt, tuple[Op, ...]]]) -> dict[str, Any]:
@@ -593,7 +593,7 @@ def _fluency(
 def _fit(
     method: str, positive_NLD: np.ndarray, negative_NLD: np.ndarray, tests: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, list[Check]]:
-    """Return vectors [L, D] from the training rows, and their checks on the held-out rows."""
+    """Return vectors [L, D] fitted to the training rows, and their checks on the held-out rows."""
     classes = positive_NLD, negative_NLD
     made_of = [np.delete(rows, test, axis=0) for rows, test in zip(classes, tests, strict=True)]
     held_out = [rows[test] for rows, test in zip(classes, tests, strict=True)]
@@ -745,22 +745,22 @@ class StrengthCurve(Study):
     positional = 4
 
     vectors: inputs.PythonOnly
-    """Steering vectors."""
+    """`SteeringVectors` to score."""
     prompts: inputs.PromptFile
     """Texts or token ids, or with `chat` texts or lists of messages."""
     answer: inputs.Answers
     """Continuation that shows the behaviour: text, a token id or a list of ids for all prompts, or a list of texts,
     one per prompt."""
     foil: inputs.Answers = None
-    """Continuation that does not show it."""
+    """Continuation that does not show the behaviour."""
     scales: inputs.Ascending = SCALES
-    """Factors of the vectors, ascending; 0 is the unedited model."""
+    """Factors on the vectors, ascending; 0 is the unedited model."""
     layers: inputs.Layers = None
     """Layers to add the vectors at, as in `vectors.edits`."""
     tokens: inputs.Selected = every
     """Tokens to add the vectors at, as in `vectors.edits`; `generated` means the continuation."""
     chat: inputs.Flag = False
-    """Ask each prompt as the user's turn of a chat."""
+    """Send each prompt as the user turn of a chat."""
 
     def _run(
         self, lm: LM, *, batch: inputs.Positive = 256, show_progress: inputs.Progress = None,

@@ -61,7 +61,7 @@ class Reporter:
     """Receives the progress of a study instead of a bar. An error that a method raises stops the study."""
 
     def begin(self, what: str, total: int) -> None:
-        """Receive the start of a step, and its number of runs."""
+        """Receive the start of a step: its name, and its number of runs."""
 
     def advance(self, done: int) -> None:
         """Receive the number of runs finished since the last call."""
@@ -72,7 +72,7 @@ Show = bool | Reporter | None  # show a bar, or lines where there is no terminal
 
 @contextmanager
 def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances the bar. Without a terminal it writes a line every 30 s; `show` False: nothing."""
+    """Yield a function that advances the bar: a line every 30 s without a terminal, nothing if `show` is False."""
     if isinstance(show, Reporter):
         show.begin(what, total)
         yield show.advance
@@ -205,7 +205,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         return save_page(self.picture(*of), path, include_plotlyjs)
 
     def _repr_html_(self) -> str | None:
-        """Return the figure for notebooks; None, for plain text, if there is no figure or no plotly."""
+        """Return the figure as HTML for notebooks; None, for plain text, without a figure or plotly."""
         return self._repr_mimebundle_().get("text/html")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         return with_sorted_header(save(tensors, {"study": type(self).__name__, "format": FORMAT, "result": fields}))
 
     def save(self, path: str | Path) -> Path:
-        """Write the result into one file, and create its folder.
+        """Write the result into one file, creating its folder if needed.
 
         Raises: `ProgramError` if the file cannot be written.
         """
@@ -375,10 +375,10 @@ class Study:
     (`patch_sweep(lm, **fields)`), the command line, and the `config` that is saved with a result.
     """
 
-    command: ClassVar[str] = ""  # its name on the command line
+    command: ClassVar[str] = ""  # the name on the command line
     positional: ClassVar[int] = 0  # fields that the short form takes by position
-    short: ClassVar[str] = ""  # the name of its short form, and of its route
-    not_served: ClassVar[str] = ""  # the reason if a server does not run it for a client
+    short: ClassVar[str] = ""  # the name of the short form and of the HTTP route
+    not_served: ClassVar[str] = ""  # the reason why servers refuse the study, if they do
 
     def __init__(self, /, **given: Any) -> None:
         fields = self.fields()
@@ -436,7 +436,7 @@ class Study:
         return msgspec.structs.replace(result, config=self.to_dict()) if isinstance(result, StudyResult) else result
 
     def needs_lm(self) -> bool:
-        """Return True if the study makes runs; otherwise `lm` may be None."""
+        """True if the study makes runs; otherwise `lm` may be None."""
         return True
 
     def to_dict(self) -> dict[str, Any]:
@@ -562,7 +562,7 @@ class StoredArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 Resumable = str | Path | Journal
-"""The storage of a study's values: a file, or a journal of a server."""
+"""Storage of a study's values: a file, or a server's journal."""
 
 
 Item = TypeVar("Item")
@@ -589,7 +589,7 @@ def run_batches(
         assert task is not None
 
         def cancel(_: Future[None]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            with contextlib.suppress(RuntimeError):  # the loop has already ended
                 loop.call_soon_threadsafe(task.cancel)
 
         async def read_one() -> None:
@@ -639,7 +639,7 @@ def run_batches(
 
 
 def content_of(lm: LM, program: Program, path: str) -> str:
-    """Return the content of a program, for a journal (`NamedBank.content_of`). Raises `ProgramError` for code."""
+    """Return the content of a program, for a journal (`NamedBank.content_of`). Raises `ProgramError` if it has code."""
     try:
         return lm.bank.content_of(program, {name: of.card.content for name, of in lm.sites.dictionaries.items()})
     except PatchclampError as error:

@@ -74,7 +74,7 @@ class Pair(PublicStruct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Several cells patched at once, on the way from coarse to fine: rows and columns of the grid by index."""
+    """Several cells patched at once by a zoom: indices of their rows and columns in the grid."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -97,7 +97,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     blocks: the blocks patched before the grid's cells, if the sweep zoomed in
     source: the values written into the cells and how they were mixed in, in words; empty in results of older versions
     question: everything that determines the values, as JSON; `asked` reads it
-    computed: extent of the computation in words, on an engine that skips parts that programs cannot change
+    computed: extent of the computation, in words, on an engine that can skip what edits cannot change
     """
 
     metric: str
@@ -224,7 +224,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         return grid
 
     def _run(self) -> list[tuple[int, int]]:
-        """Return row and column of every cell that was run, in grid order."""
+        """Return the row and column of every cell that was run, in grid order."""
         in_order = sorted(range(len(self.rows)), key=lambda r: self.sites.index(self.rows[r].panel))
         return [(r, p) for r in in_order for p in np.flatnonzero(~np.isnan(self.values[r])).tolist()]
 
@@ -267,8 +267,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     def picture(self) -> Heatmap:
         """Return plot data: one panel per site, sites without layers last. With few columns, heads, neurons and experts
-        go across."""
-        # parts go across if every row is a part of a site, and there are few columns, not more than parts
+        are on the horizontal axis."""
+        # parts go across if every row is a part of a site, and there are few columns, no more than parts
         parts_across = all(row.index for row in self.rows) and len(self.columns) <= min(ACROSS, len(self.sites))
         panels, columns, axis = _by_part(self) if parts_across else _by_site(self)
         base, goal, words = self.patched, self.goal, metric_words(self)
@@ -345,7 +345,7 @@ def place(cell: Cell) -> str:
     return f"{cell.where} @ {cell.column.label!r}"
 
 
-WEAK = 0.01  # share of the way to the goal; if no effect reaches it, the title says so
+WEAK = 0.01  # fraction of the way to the goal; the title states if no effect reaches it
 ACROSS = 4  # with up to this many columns, parts of a site (heads, …) go across, in a panel for each column
 EFFECT = ((EFFECT_FROM, "effect_low"), (EFFECT_TO, "effect_high"))
 DETAILS = (("95 % interval from", "low"), ("to", "high"), *EFFECT, ("p", "p"), (P_FAMILY, "p_family"))

@@ -98,7 +98,7 @@ class _Long(msgspec.Struct):
 
 
 def _key(longs: dict[Any, _Long], item: Forced) -> Any:
-    """Return the key of the run that scores an item's last token. Continuations differing only in it share a run."""
+    """Return the key of the run that scores an item's last token. Continuations that differ only there share a run."""
     last = item.continuation[-1]
     for number in itertools.count():
         key = item.prompt, item.continuation[:-1], item.edits, number
@@ -121,7 +121,7 @@ def _group_logprobs(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]
 
 
 def _graded(lm: LM, items: list[Forced], batch: int, route: Literal["any", "bulk"] = "any") -> list[np.ndarray]:
-    """Return the log-probabilities, graded by `LM.graded`."""
+    """Return the items' log-probabilities, graded by `LM.graded`."""
     of_pair: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for i, item in enumerate(items):
         of_pair.setdefault((item.prompt, item.continuation), []).append(i)
@@ -149,7 +149,7 @@ def _check(lm: LM, item: Forced) -> None:
 
 
 def _logprobs_of_rows(lm: LM, items: list[Forced], batch: int) -> list[np.ndarray]:
-    """Return the log-probabilities, from requests."""
+    """Return the log-probabilities, read from rows of long runs."""
     longs: dict[Any, _Long] = {}
     keys = [_key(longs, item) for item in items]
     runs: list[Run] = []
@@ -164,7 +164,7 @@ def _logprobs_of_rows(lm: LM, items: list[Forced], batch: int) -> list[np.ndarra
 
 
 def _whole(lm: LM, longs: list[_Long]) -> dict[str, Any]:
-    """Return the call that makes long runs, and captures the rows that predict all tokens but the last."""
+    """Return the arguments of `lm.arun` for long runs, which capture the rows that predict all tokens but the last."""
     begins = [len(long.item.prompt) - 1 for long in longs]
     return {
         "prompt": [[*long.item.prompt, *long.item.continuation[:-1]] for long in longs],
@@ -192,7 +192,7 @@ def _readouts(lm: LM, longs: list[_Long], runs: list[Run], batch: int) -> list[n
 
 
 def _readout(longs: list[_Long], runs: list[Run], places: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return the call that reads rows of long runs through the unembedding."""
+    """Return the arguments of `lm.arun` that read rows of long runs through the unembedding."""
     items = [longs[i].item for i, _ in places]
     sources = [From(runs[i], FINAL_NORM, every[len(longs[i].item.prompt) - 1 + n]) for i, n in places]
     return {

@@ -1,6 +1,6 @@
 """The contexts of a data set in which a feature of a sparse autoencoder is largest.
 
-They are read from a harvest of features, which the study makes unless it is given one. Running the study again with
+Contexts are read from a harvest of features, which the study makes unless one is given. Running the study again with
 other `features` reuses the harvest.
 
 Source: Bricken et al. 2023, "Towards monosemanticity"; Bills et al. 2023, "Language models can explain neurons".
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class FeatureContext(PublicStruct, frozen=True):
-    """A token at which a feature is large, with the tokens around it and the feature's value at each; `at` is its index
-    among them, and `position` its position in the document."""
+    """A token at which a feature is large, with the tokens around it and the feature's value at each; `at` is the
+    token's index in `tokens`, and `position` its position in the document."""
 
     feature: int
     document: int
@@ -42,8 +42,8 @@ class FeatureContext(PublicStruct, frozen=True):
 
 
 class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`contexts`: each feature's, by value, largest first. `density` [features]: the share of tokens at which each of
-    the chosen `features` was kept. `folder`: the harvest, which has the features of all tokens under `name`."""
+    """`contexts`: each feature's contexts, largest values first. `density` [features]: the share of tokens at which
+    each of the chosen `features` was kept. `folder`: the harvest, which has the features of all tokens under `name`."""
 
     folder: str
     sae: str
@@ -67,7 +67,7 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Return plot data: a panel per feature, whose rows are its contexts, with tokens coloured by its value."""
+        """Return plot data: a panel per feature, with a row per context and tokens coloured by the feature's value."""
         rows = [(str(one.feature), style.number(one.values[one.at]), style.visible(one.tokens[one.at]),
                  style.plain("".join(one.tokens))) for one in self.contexts]  # fmt: skip
         return TokenGrid(
@@ -109,23 +109,23 @@ class TopContexts(Study):
     documents: Annotated[Any, Arg(served=False)] = None
     """Documents, as a harvest takes them: a file of text, JSON lines or Parquet, or a list of texts or token ids."""
     folder: Annotated[Any, Arg(as_file, served=False)] = None
-    """Parent of the folder of the harvest of these documents."""
+    """Parent of the folder of these documents' harvest."""
     harvest: Annotated[Any, Arg(as_harvested, served=False)] = None
-    """Harvest with features of the SAE, instead of documents: its folder or its reader. Nothing is run."""
+    """Harvest with the SAE's features, instead of documents: its folder or a `Harvested`. The model is not run."""
     features: inputs.FeatureIds = ()
     """Features to show contexts of."""
     at: inputs.SiteField = None
     """Site that the SAE reads, if its file does not name it."""
     kept: inputs.Kept = 32
-    """Largest features of each token to write, at most 128."""
+    """Number of largest features of each token to store, at most 128."""
     contexts: inputs.Positive = 10
-    """Contexts of each feature."""
+    """Number of contexts per feature."""
     window: inputs.Whole = 8
-    """Tokens to show on both sides. Contexts of a feature do not overlap in the middle."""
+    """Number of tokens to show on each side. Contexts of a feature do not contain each other's middle token."""
     column: inputs.OptionalText = None
     """Field or column with the documents; text by default."""
     context: inputs.OptionalCount = None
-    """Maximum prompt length in tokens; the limit of the model by default. Longer documents are split."""
+    """Maximum prompt length in tokens; the model's limit by default. Longer documents are split."""
 
     def _run(
         self, lm: LM, *, batch_tokens: inputs.OptionalCount = None, show_progress: inputs.Progress = None
@@ -181,7 +181,7 @@ class TopContexts(Study):
     def _contexts(
         self, lm: LM, tokens: TokenizedDocuments, feature: int, places: np.ndarray, values: np.ndarray
     ) -> list[FeatureContext]:
-        """Return a feature's contexts, given its values at places in the documents' ids."""
+        """Return a feature's contexts, given its values [n] at indices `places` [n] in the documents' ids."""
         value_of = dict(zip(places.tolist(), values.tolist(), strict=True))
         contexts: list[FeatureContext] = []
         shown: list[int] = []

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 __all__ = ["Filters", "Harvest", "HarvestResult", "Harvested", "Project", "as_harvested", "harvest"]
 
 SHARD_ROWS = 131_072
-MAX_PROJECTED = 256  # rows of a matrix on the device: with more, the host is faster
+MAX_PROJECTED = 256  # most rows of a matrix to project on the device: with more, the host is faster
 BATCH_BYTES = 1 << 29  # bytes captured per batch, within these bounds in tokens:
 LEAST_TOKENS, MOST_TOKENS = 8_192, 32_768
 FIRST_TOKENS = 256  # in the first batch; later batches grow with speed
@@ -85,7 +85,7 @@ UNDER_WAY = 3  # batches: two are queued while one is fetched, which waits for t
 
 
 class Project:
-    """Store W h instead of h: probes, directions, the first components of a PCA.
+    """Store W h instead of h, with probes, directions or the first components of a PCA as the rows of W.
 
     matrix: W [K, D] for all sites, or one per site by name, as in {"resid_post[3]": W}
     on_device: project rows before they leave the device, if possible (`_projectable`)
@@ -126,8 +126,7 @@ def _matrix(value: Any) -> np.ndarray:
 
 
 class SiteReduction(NamedTuple):
-    """A site, and its reduction of a document's rows [n, D]: the same rows, their projections [n, K], or the sum of
-    either.
+    """A site and the reduction of a document's rows [n, D] there: unchanged, projected to [n, K], or the sum of either.
 
     site: the stored site
     matrix: W [K, D], or None
@@ -142,7 +141,7 @@ class SiteReduction(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """True if the host has work left, which it does in fp32."""
+        """True if the host must still reduce the captured rows, in fp32."""
         return self.sums or (self.matrix is not None and not self.on_device)
 
     def capture(self, tokens: Tokens, dtype: str) -> Capture:
@@ -159,9 +158,9 @@ class HarvestResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     folder: the data set's folder, named by the hash of its recipe
     sites, dtype: sites and dtype of the stored rows · features: names of the SAEs with stored features
-    documents, tokens: numbers in the whole data set; cut_tokens: number of tokens cut off
-    rows: number in the whole data set, before norm caps; ran: number of tokens that this call ran
-    complete: True if all parts exist
+    documents, tokens: counts for the whole data set; cut_tokens: number of tokens cut off overlong documents
+    rows: number of rows in the whole data set, before norm caps; ran: number of tokens run by this call
+    complete: True if every part has been written
     """
 
     folder: str
@@ -239,13 +238,13 @@ class Harvest(Study):
     column: OptionalText = None
     """Field or column with the documents; text by default."""
     keep: Annotated[Any, Arg(_kept_columns, many=True)] = ()
-    """Further fields or columns of a file or data set, such as label: `Harvested.index` has them for each row."""
+    """Further fields or columns of a file or data set, such as label: `Harvested.index` returns them for each row."""
     dtype: Annotated[str, Arg(as_dtype)] = "bfloat16"
     """Dtype of the stored rows: bfloat16, float16 or float32."""
     filters: Annotated[Filters | None, Arg(_filters, None)] = None
-    """Rows to keep."""
+    """Filters that decide which rows are kept."""
     project: Annotated[Any, Arg(_project, None)] = None
-    """W [K, D], one by site, or a `Project`: store W h instead of h."""
+    """Store W h instead of h: a matrix W [K, D], a mapping with a matrix per site, or a `Project`."""
     sums: Flag = False
     """Store the sum over each document's rows."""
     context: OptionalCount = None
@@ -255,11 +254,11 @@ class Harvest(Study):
     seed: Whole = 0
     """Seed of the shuffle."""
     parts: OptionalCount = None
-    """Number of parts. Documents are assigned to parts at random; each part is shuffled separately, and written after
-    the one before. By default 8, adjusted to parts of 256 MiB to 2 GiB, and equally many for each machine. Readers
-    interleave them (`Harvested.order`)."""
+    """Number of parts. Documents are assigned to parts at random; each part is shuffled separately, and parts are
+    written one by one. By default 8, adjusted to parts of 256 MiB to 2 GiB, with the same number for each machine.
+    Readers interleave parts (`Harvested.order`)."""
     shard_rows: Count = SHARD_ROWS
-    """Rows in a file."""
+    """Rows per file."""
 
     def _run(
         self,
@@ -305,7 +304,7 @@ class Harvest(Study):
         without writing to disk, in the order of `Harvested(folder, interleave=False).batches(size=batch_rows)`.
 
         At most two parts are in memory: one is read while the next is computed, and the engine waits for a slow reader.
-        Each iteration runs the documents. Ending one early stops the engine's work. An error of a document is raised
+        Each iteration runs the documents. Ending an iteration early cancels its requests. A document's error is raised
         after the parts before its own.
 
         batch_rows: rows in a batch; the last one may have fewer
@@ -389,7 +388,7 @@ harvest: Callable[..., HarvestResult] = Harvest.short_form("harvest")
 
 
 def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped: bool) -> list[SiteReduction]:
-    """Return every site of every layer, once. Norm caps need whole rows on the host, ruling out projected captures."""
+    """Return each requested site of every layer once, with its reduction. Norm caps rule out projected captures."""
     matrices: dict[SiteRef, np.ndarray | None] = {}
     for number, text in enumerate(sites):
         if isinstance(text, Features):
@@ -484,13 +483,13 @@ def _stored(columns: dict[str, list[Any]]) -> bytes:
 
 
 def _is_sealed(place: Path, manifest: Manifest, number: int) -> bool:
-    """Return True if all shards of a part exist, and its open folder is gone."""
+    """True if all of a part's shards exist, and the folder in which it was filled is gone."""
     shards = manifest.shards_of(number)
     return all((place / name).exists() for name in shards) and not open_folder(place, number).exists()
 
 
 def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
-    """Raise `CapacityError` if the disk is too small, or too few files may be open."""
+    """Raise `CapacityError` if the disk is too small, or the limit of open files too low."""
     recipe = manifest.recipe
     needs, size = 0, recipe.shard_rows
     for number in unsealed:
@@ -519,7 +518,7 @@ class _HarvestJob:
         self._recipe, self._reductions = manifest.recipe, reductions
         self._first, self._tokens = _window(self._recipe.filters, plan)
         self._lengths = np.diff(plan.tokens.prompts)
-        self._parts: list[OpenPart] = []  # open parts only: their places take much memory
+        self._parts: list[OpenPart] = []  # open parts only, because the places of rows take much memory
         self._asked: list[tuple[OpenPart, list[int]]] = []
         self._ran, self._pace = 0, Pace(batch_tokens, FIRST_TOKENS)
 
@@ -527,7 +526,7 @@ class _HarvestJob:
         self, parts: Iterable[OpenPart], checkpoint_bytes: int, advance: Callable[[int], None],
         stopped: Future[None] | None = None,
     ) -> int:  # fmt: skip
-        """Make `parts`, and return the number of tokens run. `advance` receives numbers of finished tokens; setting
+        """Fill `parts`, and return the number of tokens run. `advance` receives counts of finished tokens; setting
         `stopped` cancels the rest."""
         self._advance, self._writer = advance, HarvestWriter(self._recipe.row_bytes, checkpoint_bytes)
         try:
@@ -596,7 +595,7 @@ class _HarvestJob:
             run.close()
 
     def _document(self, part: OpenPart, prompt: int) -> str:
-        """Return the path, for errors, of a prompt in a part."""
+        """Return the path that errors give for a part's prompt."""
         first = self._plan.tokens.prompts[part.part.prompts[prompt]]
         return f"document {int(self._plan.tokens.document_of(first))}"
 

@@ -45,7 +45,7 @@ MANIFEST, DOCUMENTS, COLUMNS = "harvest.json", "documents.safetensors", "columns
 
 
 def _only_harvest(folder: Path) -> Path:
-    """Return a data set's folder: this one, or the only one in it. Raises `ProgramError` for several."""
+    """Return the data set's folder: `folder` itself, or the only data set in it. Raises `ProgramError` for several."""
     if (folder / MANIFEST).exists() or not folder.is_dir():
         return folder
     inside = sorted(path.parent.name for path in folder.glob(f"*/{MANIFEST}"))
@@ -61,7 +61,7 @@ class Harvested:
     interleave: read rows of several parts as one shuffle (`order`); False reads part after part, each shuffled
         separately
     manifest: the recipe, and the sizes of the complete data set
-    shards: the names of the shards that exist, in order; missing: names of the rest
+    shards: the names of the shards that exist, in order; missing: the names of the other shards
 
     Raises: `ProgramError` for any other folder.
     """
@@ -119,7 +119,7 @@ class Harvested:
         return ReadingOrder(rows, parts, self.manifest.recipe.seed)
 
     def columns(self, sites: Sequence[str]) -> Columns:
-        """Return a function from a shard's number to its memory-mapped rows at `sites`, for `order` to read."""
+        """Return a function from a shard's index to its memory-mapped rows at `sites`, for `order` to read."""
         self.allow_files(sites)
         return lambda shard: {site: self.array(site, self.shards[shard]) for site in sites}
 
@@ -166,7 +166,7 @@ class Harvested:
         return table.sort_by([("document", "ascending"), ("position", "ascending")]) if len(shards) > 1 else table
 
     def stored_features(self, name: str | None = None) -> StoredFeatures:
-        """Return an SAE's entry in the recipe, by name, or the only one."""
+        """Return an SAE's entry in the recipe: by name, by default the only one."""
         stored = {one.name: one for one in self.manifest.recipe.features}
         if name is None and len(stored) == 1:
             return next(iter(stored.values()))
@@ -188,8 +188,8 @@ class Harvested:
         return needed("pyarrow.parquet").read_table(path) if path.exists() else None
 
     def to_frame(self, sites: Any = ()) -> pandas.DataFrame:
-        """Return one line per row in reading order: document, position, token, kept columns, and for each of `sites`
-        the row, a float32 array [D]."""
+        """Return one line per row in reading order: document, position, token, kept columns and, for each of `sites`,
+        the row as a float32 array [D]."""
         frame = self.index().to_pandas()
         for site in self.names(sites):
             frame[site] = [row for block in self.blocks(site) for row in block]
@@ -208,7 +208,7 @@ class Harvested:
             write_whole(self.folder / STATISTICS, encode_statistics(self.statistics()))
 
     def allow_files(self, sites: Sequence[str], shards: int | None = None) -> None:
-        """Raise the file limit for this many open shards at `sites`, by default as many as `order` opens."""
+        """Raise the limit of open files for this many shards at `sites`, by default as many as `order` opens."""
         shards = (0 if self.order.is_stored else self.order.most_open) if shards is None else shards
         allow_files(shards * len(sites), READING)
 
@@ -223,7 +223,7 @@ class Harvested:
         return of
 
     def torch(self, sites: Any = None, index: bool = False) -> HarvestRows:
-        """Return a `torch.utils.data.Dataset` of rows by number, as tensors in the stored dtype. With `index`, an item
+        """Return a `torch.utils.data.Dataset` of rows by index, as tensors in the stored dtype. With `index`, an item
         is a dict that also has the row's document, position, token and kept columns."""
         from patchclamp.studies.harvest.training import HarvestRows
 
@@ -238,7 +238,7 @@ class Harvested:
         return HarvestBatches(self, self.names(sites, index), size, repeat, index)
 
     def datasets(self, sites: Any = None, size: int = 4096) -> Any:
-        """Return a `datasets.IterableDataset`: document, position, token, and float32 lists for each site."""
+        """Return a `datasets.IterableDataset` with document, position, token, and a float32 list for each site."""
         from patchclamp.studies.harvest.training import to_datasets
 
         return to_datasets(self, self.names(sites), size)
@@ -264,7 +264,7 @@ class Harvested:
         return sites[str(name)]
 
     def names(self, sites: Any, index: bool = True) -> list[str]:
-        """Return the names of one or several sites; None is all. At least one is required without the rows' index."""
+        """Return the names of one or several sites; None means all. At least one is required unless `index` is set."""
         if isinstance(sites, (int, np.integer)):
             raise ProgramError(f"expected sites, got {sites}; for a number of rows use size={sites}", "sites")
         names = self.sites if sites is None else [sites] if not isinstance(sites, (list, tuple)) else sites

@@ -1,6 +1,6 @@
 """The plan of a harvest: the tokens of every document, the prompts to run, the rows to keep, and the place of each row.
 
-The plan depends only on the documents, the tokenizer and the filters, so the number and the places of rows are known
+The plan depends only on the documents, the tokenizer and the filters, so the number of rows and their places are known
 before anything runs. Filters depend on the tokens alone, except for the caps on norms.
 
 Rows are shuffled within a part, by sorting random numbers drawn from the seed and the part. A resumed harvest, or one
@@ -191,7 +191,7 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
     no_special: drop special tokens
     positions: keep positions of the document in any of these half-open windows, given like Python slices: (4, None),
         (-8, None); all if empty
-    only_tokens, not_tokens: keep only these token ids, if any; drop these
+    only_tokens: token ids to keep, all if empty · not_tokens: token ids to drop
     norm_cap: keep rows with an L2 norm up to this at every site, before they are projected or summed
     norm_times_median: keep rows with a norm up to this multiple of their shard's median, at every site; with sums, of
         the median over the document's kept rows
@@ -246,12 +246,12 @@ class Filters(Converted, frozen=True, forbid_unknown_fields=True):
         return inside
 
     def passing(self, norms: np.ndarray) -> np.ndarray:
-        """Return a mask of a shard's rows within the caps, bool [n], given their norms at one site [n]."""
+        """Return a mask of a shard's rows within the norm caps, bool [n], given the rows' norms at one site [n]."""
         passing = np.ones(len(norms), bool)
         if self.norm_cap is not None:
             passing &= norms <= self.norm_cap
         if self.norm_times_median is not None:
-            known = norms[~np.isnan(norms)]  # rows that are not numbers pass no cap, and affect no other row
+            known = norms[~np.isnan(norms)]  # NaN rows fail the cap, and must not affect the median
             passing &= norms <= self.norm_times_median * (np.median(known) if len(known) else 0)
         return passing
 
@@ -270,16 +270,16 @@ def drawn(count: int, *key: int) -> np.ndarray:
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
-_PARTS, _SHUFFLE = 1, 2  # separate the random numbers of a seed
+_PARTS, _SHUFFLE = 1, 2  # separate the random streams of a seed
 
 
 def parts_of(documents: int, seed: int, parts: int) -> np.ndarray:
-    """Return every document's part, [documents]."""
+    """Return the part that each document belongs to, [documents]."""
     return (drawn(documents, _PARTS, seed) % np.uint64(parts)).astype(np.int64)
 
 
 def shuffled(rows: int, seed: int, part: int) -> np.ndarray:
-    """Return the row at each place of a part, [R]."""
+    """Return the index of the row at each place of a part, [R]."""
     return np.argsort(drawn(rows, _SHUFFLE, seed, part), kind="stable")
 
 
@@ -288,11 +288,11 @@ MORE_SHARDS = 8
 MOST_ROWS = 10**9  # largest total that NumPy draws from
 _COUNTS, _LABELS = 1, 2  # separate the two random streams of the order
 Columns = Callable[[int], Mapping[str, np.ndarray]]
-"""A shard's columns, by its number: arrays [rows, …]."""
+"""Returns the columns of a shard, given its index: arrays [rows, …] by name."""
 
 
 class ReadingOrder:
-    """The reading order of the rows in shards, by row number.
+    """The order in which the rows of the shards are read.
 
     rows: number of rows per shard; parts: the part of each shard, ascending
     """
@@ -334,7 +334,7 @@ class ReadingOrder:
         return np.array(before)
 
     def block(self, number: int) -> np.ndarray:
-        """Return the stored row at each place of a block, int64 [n]."""
+        """Return the index of the stored row at each place of a block, int64 [n]."""
         if self.is_stored:
             return np.arange(number * BLOCK, min((number + 1) * BLOCK, len(self)))
         counts = self._before[number + 1] - self._before[number]
@@ -347,11 +347,11 @@ class ReadingOrder:
         return rows
 
     def stored(self) -> np.ndarray:
-        """Return the stored row at each place, int64 [N]."""
+        """Return the index of the stored row at each place, int64 [N]."""
         return np.concatenate([np.zeros(0, np.int64), *map(self.block, range(-(-len(self) // BLOCK)))])
 
     def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
-        """Return the shard of the row at a place, and its index there. `block`: `self.block`, with a cache."""
+        """Return the shard of the row at a place, and the row's index in the shard. `block`: a cached `self.block`."""
         row = int(block(number // BLOCK)[number % BLOCK])
         shard = int(np.searchsorted(self._ends, row, side="right")) - 1
         return shard, row - int(self._ends[shard])
@@ -434,7 +434,7 @@ class StoredFeatures(msgspec.Struct, frozen=True):
 
     @property
     def filling(self) -> StoredSite:
-        """The rows of the features while a part is being filled: the bits of the ids, then the values, float32."""
+        """The site that holds features while a part is being filled: the bits of the ids, then the values, float32."""
         width = 2 * (self.top or len(self.ids or ()))
         return StoredSite(f"features.{self.name}", width, width)
 
@@ -445,7 +445,7 @@ class StoredFeatures(msgspec.Struct, frozen=True):
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that determines the bytes of a data set.
 
-    model: hub id, or the last name of a folder · weights: hash of a folder's files (`study.model_identity`); "" for a
+    model: hub id or folder name · weights: hash of a folder's files (`study.model_identity`); "" for a
     hub id · engine, settings: the engine with its version, and its settings · documents: hash of all tokens, and of the
     starts of documents and prompts · sites · dtype: the stored rows' dtype · sums: True if a row is the sum over a
     document · filters · seed · parts · shard_rows · columns: hash of the documents' kept columns, "" without any ·
@@ -472,7 +472,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def norms(self) -> StoredSite | None:
         """The norms of whole rows, float32, one per site, if the filters have norm caps. With sums they are 0 for a
-        document with rows within the caps, otherwise NaN. Their files are not part of the data set."""
+        document with rows within the caps, otherwise NaN. They are not part of the data set."""
         return StoredSite("norms", len(self.sites), len(self.sites)) if self.filters.caps_norms else None
 
     def dtype_of(self, site: StoredSite) -> str:
@@ -502,7 +502,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`harvest.json`: the recipe, and the sizes of the complete data set.
 
-    documents, tokens, cut_tokens: numbers in the data set · part_rows: rows per part, before norm caps
+    documents, tokens, cut_tokens: counts for the data set · part_rows: rows per part, before norm caps
     """
 
     recipe: Recipe
@@ -538,8 +538,8 @@ class TokenizedDocuments(msgspec.Struct, frozen=True, eq=False):
     """The tokens to run.
 
     ids: token ids of all documents, concatenated, int32 [N]
-    documents: the start of each document in `ids`, and the end, int64 [documents + 1]
-    prompts: the start of each prompt, and the end, int64 [prompts + 1]
+    documents: offsets of the documents in `ids`, and the end, int64 [documents + 1]
+    prompts: offsets of the prompts in `ids`, and the end, int64 [prompts + 1]
     cut: the number of tokens dropped at the ends of overlong documents
     """
 
@@ -557,7 +557,7 @@ class TokenizedDocuments(msgspec.Struct, frozen=True, eq=False):
         return digest.hexdigest()
 
     def document_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the document [n] of each token, given its place in `ids` [n]."""
+        """Return the index [n] of each token's document, given the token's index in `ids` [n]."""
         return np.searchsorted(self.documents, tokens, side="right") - 1
 
     def prompt(self, number: int) -> list[int]:
@@ -614,8 +614,8 @@ class HarvestPart(msgspec.Struct, frozen=True, eq=False):
     prompts: the prompts with rows, ascending, int64 [prompts]
     first: index of each prompt's first row, and the end, int64 [prompts + 1]
     places: the place of each row, int64 [R]
-    tokens: the token of the row at each place, by its place in the documents' ids, int64 [R]; for a document's sum, its
-        first
+    tokens: index in the documents' ids of the token of the row at each place, int64 [R]; for a document's sum, of its
+        first token
     """
 
     number: int
@@ -673,7 +673,7 @@ class HarvestPlan(msgspec.Struct, frozen=True, eq=False):
 def parts_for(rows: int, row_bytes: int, machines: int) -> int:
     """Return the default number of parts of a data set, equal for all machines. Each part is synced and sealed while
     the next one is computed, and fits the page cache, so that it is written sequentially. A machine makes a single part
-    if there are more rows than readers interleave."""
+    if there are more rows than readers can interleave."""
     size = rows * row_bytes
     part = min(max(size // PARTS, LEAST_PART_BYTES), MOST_PART_BYTES)
     several = -(-size // part) if rows < MOST_ROWS else 1

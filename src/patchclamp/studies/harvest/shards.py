@@ -1,7 +1,7 @@
 """Writing a harvest: rows go to their places in the shards of their part while the engine computes the next ones.
 
 A site's rows in a shard are a safetensors file of full size from the beginning, filled in any order through a memory
-map. The data begin at 4,096 bytes, so that rows of whole pages are aligned with the pages of the file. Statistics are
+map. Data begin at offset 4,096, so that rows of whole pages are page-aligned in the file. Statistics are
 summed in a fixed order, so that the same rows give the same bytes.
 
 An unfinished part has a journal of the prompts whose rows are on disk; a resumed harvest skips them. A record lists one
@@ -88,7 +88,7 @@ class RowsFile(NamedTuple):
 
     @classmethod
     def open(cls, path: Path) -> RowsFile:
-        """Open a file. Raises `ProgramError` for another kind of file, `CapacityError` if too many files are open."""
+        """Open a file. Raises `ProgramError` for any other kind of file, `CapacityError` if too many files are open."""
         try:
             header = read_header(path)
             (tensor,) = header.tensors.values()
@@ -163,7 +163,7 @@ class SiteStatistics(msgspec.Struct, frozen=True, eq=False):
         )  # fmt: skip
 
 
-@np.errstate(all="ignore")  # rows that are not finite have statistics that are not finite
+@np.errstate(all="ignore")  # non-finite rows give non-finite statistics
 def statistics_of(file: RowsFile) -> SiteStatistics:
     """Return the statistics of a file's rows.
 
@@ -239,7 +239,7 @@ class OpenPart(ABC):
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """False once it is sealed."""
+        """True until the part is sealed."""
 
     @abstractmethod
     def open(self) -> None:
@@ -269,11 +269,11 @@ class OpenPart(ABC):
                 if block.shape != (shape := (self.rows_of([prompt]), site.width)):
                     raise RunError(f"{site.name}: expected rows {list(shape)} for a prompt, got {list(block.shape)}")
                 for shard, rows, places in of_prompt:
-                    if (site.name, shard) in self._rows:  # otherwise it is sealed
+                    if (site.name, shard) in self._rows:  # otherwise the shard is sealed
                         self._rows[site.name, shard][places] = block[rows]
 
     def _pieces(self, prompt: int) -> list[tuple[int, np.ndarray | slice, np.ndarray]]:
-        """Return each shard with rows of a prompt: its number, the rows, and their places in the shard."""
+        """Return (shard index, rows, places in the shard) for each shard that contains rows of this prompt."""
         first, end = self.part.first[prompt : prompt + 2]
         shards, places = np.divmod(self.part.places[first:end], self._recipe.shard_rows)
         pieces = []
@@ -296,8 +296,8 @@ class PartWriter(OpenPart):
                         if not (folder / shard_name(part.number, shard)).exists()]  # fmt: skip
         self._paths = {(site.name, shard): self._path(site, shard) for shard in self._shards for site in recipe.written}
         if not all(path.exists() for path in self._paths.values()):
-            self._journal.clear()  # the rows that it lists are gone
-        finished = np.full(len(part.prompts), not self._shards)  # or it was stopped while its folder was being removed
+            self._journal.clear()  # the rows listed in the journal are gone
+        finished = np.full(len(part.prompts), not self._shards)  # no shards: stopped while the folder was being removed
         for prompts in self._journal.take(list[int]):
             finished[prompts] = True
         self.left = np.flatnonzero(~finished)
@@ -310,7 +310,7 @@ class PartWriter(OpenPart):
 
     @property
     def is_open(self) -> bool:
-        """False once it is sealed."""
+        """True until the part is sealed."""
         return self._journal.is_open
 
     def open(self) -> None:
@@ -365,8 +365,8 @@ class PartWriter(OpenPart):
         return within_caps(self._recipe, RowsFile.open(self._paths[self._recipe.norms.name, shard]).mapped())
 
     def _finish(self, site: StoredSite, shard: int, passing: np.ndarray | slice) -> SiteStatistics:
-        """Remove the rows above the caps from a site's file, and return the statistics of the rest. It may be
-        interrupted and repeated: the file has all rows or only the rows within the caps."""
+        """Remove the rows above the caps from a site's file, and return the statistics of the rest. Safe to interrupt
+        and repeat: the file has either all rows or only those within the caps."""
         file = RowsFile.open(self._paths[site.name, shard])
         if isinstance(passing, np.ndarray) and not passing.all() and file.shape[0] == len(passing):
             beside = file.path.with_suffix(".new")
@@ -399,12 +399,12 @@ Writes = list[tuple["Future[None]", list[int]]]
 
 
 def open_folder(folder: Path, part: int) -> Path:
-    """Return the folder of a part being filled."""
+    """Return the folder in which a part is filled."""
     return folder / f"part-{part:04d}.open"
 
 
 def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> Any:
-    """Return a `pyarrow.Table` with each row's document, position in it and token id; a sum has only the document."""
+    """Return a `pyarrow.Table` of the rows' documents, positions in them and token ids; sums have documents only."""
     arrow = needed("pyarrow")
     document = documents.document_of(rows)
     nowhere = np.full(len(rows), sums)
@@ -416,8 +416,8 @@ def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> Any
 
 
 def features_of(documents: TokenizedDocuments, rows: np.ndarray, found: np.ndarray) -> bytes:
-    """Encode the rows' active features as Parquet. `found` [n, 2k] is as in `StoredFeatures.filling`. Each record has
-    document, position, token id, feature and value, in document order."""
+    """Encode the rows' active features as Parquet. `found` [n, 2k] has the layout of `StoredFeatures.filling`. Each
+    record has document, position, token id, feature and value, in document order."""
     order = np.argsort(rows)
     ids, values = np.hsplit(found[order], 2)
     row, rank = np.nonzero(values)
@@ -485,7 +485,7 @@ class HarvestWriter:
         self._sealing: collections.deque[Future[None]] = collections.deque()
 
     def put(self, part: OpenPart, batch: HarvestBatch) -> None:
-        """Queue a batch. Blocks while there are too many; raises the error of an earlier one."""
+        """Queue a batch. Blocks while too many are queued; raises an earlier batch's error."""
         if part is not self._part:
             self._begin(part)
         while len(self._writing) >= WRITERS or (self._writing and self._writing[0].done()):
@@ -512,7 +512,7 @@ class HarvestWriter:
         self._checkpoint = _done()
 
     def seal(self, part: OpenPart) -> None:
-        """Queue the sealing of a part whose prompts have all been queued, now or before a stop."""
+        """Queue the sealing of a part whose prompts have all been queued, in this run or a stopped one."""
         writes, checkpoint = [], _done()
         if part is self._part:
             writes, checkpoint = self._unlisted, self._checkpoint
@@ -537,7 +537,7 @@ class HarvestWriter:
         # after a failed sync the state on disk is unknown: the system reports a lost page only once
         if self._part is not None and self._checkpoint.exception() is None:
             written = [(write, prompts) for write, prompts in self._unlisted if write.exception() is None]
-            with contextlib.suppress(OSError, PatchclampError):  # the reason for stopping is raised
+            with contextlib.suppress(OSError, PatchclampError):  # the caller raises the error that caused the stop
                 self._part.checkpoint(written, self._files)
         self._sealers.shutdown()
         self._files.shutdown()

@@ -29,7 +29,7 @@ Columns = dict[str, np.ndarray]
 
 
 class FilledPart(NamedTuple):
-    """The row at each place: its token's index, and its values by name, for each of `Recipe.written`."""
+    """The rows of a part in order: token indices, and arrays by name for each of `Recipe.written`."""
 
     tokens: np.ndarray
     rows: Columns
@@ -129,7 +129,7 @@ class HarvestStream(IterableDataset[Values]):
 
         def take_room() -> Columns:
             while not room.acquire(timeout=LOOK_EVERY_S):
-                threads.submit(int)  # raises at the exit of Python, which joins this thread
+                threads.submit(int)  # raises at interpreter exit, which joins this thread
             return free.popleft() if free else {}
 
         def parts() -> Iterator[OpenPart]:
@@ -138,7 +138,7 @@ class HarvestStream(IterableDataset[Values]):
                 yield StreamedPart(self._recipe, self._plan.tokens, part, take_room, empty.popleft())
 
         def ended(run: Future[None]) -> None:
-            for each in filled:  # parts that it did not fill
+            for each in filled:  # parts that the run did not fill
                 if not each.done():
                     each.set_exception(run.exception())
 
@@ -148,7 +148,7 @@ class HarvestStream(IterableDataset[Values]):
                 yield as_values(batch, self.sites, self.dtype)
         finally:
             stopped.set_result(None)
-            room.release()  # the engine's thread may be waiting for it
+            room.release()  # the engine's thread may be waiting for room
             threads.shutdown()
 
     def _pieces(

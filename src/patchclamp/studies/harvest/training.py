@@ -45,7 +45,7 @@ class HarvestRows(Dataset[Values]):
 
     @functools.cached_property
     def _block(self) -> Callable[[int], np.ndarray]:
-        """Blocks of the order; the most recent ones are cached."""
+        """A function that returns a block of the reading order; recent blocks are cached."""
         return functools.lru_cache(64)(self._data.order.block)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,8 +69,8 @@ class HarvestBatches(IterableDataset[Values]):
     """All rows in order, in tensors [size, D], or dicts by site for several sites or with `index`; the last batch may
     be shorter.
 
-    With several workers of a `DataLoader` (with `batch_size=None`), each reads its own range. `repeat` starts again
-    after the last row, without end.
+    With several workers of a `DataLoader` (with `batch_size=None`), each reads its own range. With `repeat`, iteration
+    starts over after the last row, indefinitely.
     """
 
     data: Any
@@ -193,8 +193,8 @@ class ActivationBuffer:
     """A site's rows for dictionary_learning's `trainSAE(data=…)`, replacing its own buffer (checked with version
     0.1.0): each `next` returns a batch [out_batch_size, D], float32 by default.
 
-    Rows come in reading order, which is shuffled, and start again at the end unless `repeat` is off. Rows at the end
-    that do not fill a batch come with the beginning of the next round; without `repeat` they are dropped.
+    Rows arrive in reading order, which is shuffled. With `repeat`, iteration starts over after the last row, and a
+    batch may span two rounds; otherwise rows that do not fill the last batch are dropped.
     """
 
     d_submodule: Any
