@@ -465,7 +465,7 @@ def _column(of_programs: Sequence[float]) -> np.ndarray:
 
 def match_records(records: np.ndarray, ids: Number, count: Number, expected: bool | np.ndarray) -> np.ndarray:
     """Make the `MATCH` record that precedes each record. The record then acts only if the token's id is among the given
-    ids, or if `expected` is False, is not. The bank holds the `count` ids, ascending, starting at offset `ids`."""
+    ids or, if `expected` is False, is not. The bank holds the `count` ids, ascending, starting at offset `ids`."""
     conditions = np.zeros_like(records)
     conditions["start"], conditions["stop"], conditions["kind"] = records["start"], records["stop"], MATCH
     fields = named(conditions, MATCH)

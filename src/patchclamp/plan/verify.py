@@ -459,7 +459,7 @@ def _store(action: Store, op: BoundOp, frame: Frame, width: int) -> None:
     ends = list(itertools.accumulate(stop - start for start, stop, *_ in op.ranges))
     in_order = all(stop - start == 1 or step == 1 for start, stop, _, step in op.ranges)
     _need(in_order and [row for _, _, row, _ in op.ranges] == [0, *ends[:-1]], "rows stored out of order")
-    _need([own_point(key) for key in op.values] == list(op.points), "keys of different points")
+    _need([own_point(key) for key in op.values] == list(op.points), "keys that do not match the points")
     for key, point in zip(op.values, op.points, strict=True):
         _need(frame.sizes.get(key) == (count, width), f"shape mismatch: {count} rows stored in {frame.sizes.get(key)}")
         _need(frame.sites.points[point].rows == "tokens" and key not in frame.stored, f"{key} cannot be stored")
@@ -518,7 +518,7 @@ def _attended(action: Attended, op: BoundOp, frame: Frame, width: int) -> None:
     _need({frame.sites.points[point].kind for point in op.points} <= {ROTATED}, "attention at a point without queries")
     _need(not op.values and op.condition is None and op.guard is None, "attention edit with a value or a condition")
     size = frame.sites.sizes.d_head
-    _need((op.columns & 0xFFFF) % size == (op.columns >> 16) % size == 0, "part of a head")
+    _need((op.columns & 0xFFFF) % size == (op.columns >> 16) % size == 0, "columns that split a head")
     _need(all(0 <= first < end <= frame.limit for first, end in action.keys), "keys out of range")
     _need(bool(op.ranges), "attention edit without positions")
     for ranges in (action.keys, [each[:2] for each in op.ranges]):
