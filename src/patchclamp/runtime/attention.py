@@ -20,7 +20,7 @@ from patchclamp.kernels.attention import AttentionFacts, PatternEdit, edited, pa
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan.bound import AttentionReader
 
-MAX_SCORES, MAX_KEYS = 1 << 26, 1 << 28  # scores, and numbers of keys, computed at a time
+MAX_SCORES, MAX_KEYS = 1 << 26, 1 << 28  # scores, and elements of keys, computed at a time
 
 
 class Keys(Protocol):
@@ -57,7 +57,7 @@ class Queries(NamedTuple):
     count: np.ndarray
 
 
-Edits = Mapping[tuple[int, int], Sequence[PatternEdit]]  # of programs, by slot and point
+Edits = Mapping[tuple[int, int], Sequence[PatternEdit]]  # the programs' edits, by slot and point
 
 
 class AttentionReading:
@@ -122,7 +122,7 @@ class AttentionReading:
         return torch.cat([values, ids.view(torch.float32)], -1).reshape(*shape, -1)
 
 
-MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a result computed again, relative
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative, of recomputed results
 
 
 class EditedAttention:
@@ -141,7 +141,7 @@ class EditedAttention:
 
     def change(self, rows_NZ: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the attention result, with edited rows recomputed from their pattern. Raises `TokensError` if a query
-        sees no keys or not all of a row, `UnsupportedSite` if pattern times values is not the engine's result."""
+        sees no keys or not all keys of a new row, `UnsupportedSite` if pattern · values is not the engine's result."""
         first, count, heads = int(positions[0]), int(positions[-1]) + 1, self._end - self._first
         query_NHE = self._held.pop(first).view(len(rows_NZ), self._heads, -1)
         edited_M = torch.stack([edit.is_query(positions) for edit in self._edits]).any(0).nonzero()[:, 0]
@@ -149,11 +149,11 @@ class EditedAttention:
             return rows_NZ
         keys, new_NHE = self._keys, rows_NZ.clone().view(len(rows_NZ), self._heads, -1)
         facts, cached_TKE = keys.facts(self._point), keys.values(self._point, self._slot, count)
-        group = self._heads // cached_TKE.shape[1]  # heads that read one value
+        group = self._heads // cached_TKE.shape[1]  # query heads per value head
         low, high = self._first // group, (self._end - 1) // group + 1
         value_TKE = cached_TKE[:, low:high].float()
         seen_from = max(first - facts.window + 1, 0) if facts.window else 0
-        value_TKE[:seen_from] = 0  # of blocks that may be free already
+        value_TKE[:seen_from] = 0  # in blocks that may have been freed
         value_THE = value_TKE.repeat_interleave(group, 1)[:, self._first - low * group :][:, :heads]
         for part in edited_M.split(max(MAX_SCORES // (heads * count), 1)):
             position, out_NHE = positions[part], new_NHE[part, self._first : self._end]
@@ -164,7 +164,7 @@ class EditedAttention:
             pattern_NHT, touched_NH = edited(found_NHT, position, self._edits, facts, self._first)
             blind_NH = pattern_NHT.isnan().any(2) & ~found_NHT.isnan().any(2)
             if bool((blind_N := blind_NH.any(1)).any()):
-                raise TokensError(f"the token at position {int(position[blind_N][0])} sees no key, or not all of a row")
+                raise TokensError(f"the token at position {int(position[blind_N][0])} sees no key, or not all keys")
             result_NHE = torch.einsum("nht,the->nhe", pattern_NHT, value_THE)
             new_NHE[part, self._first : self._end] = torch.where(touched_NH[..., None], result_NHE, out_NHE)
         return new_NHE.flatten(1)
@@ -178,5 +178,5 @@ class EditedAttention:
         error, size = float((result_HE - engines_HE).norm()), float(engines_HE.norm())  # 0 if a program zeroes v
         if math.isfinite(size) and not error <= MAX_ERROR[dtype] * size:
             raise UnsupportedSite(
-                f"attention output does not equal pattern × values (error {error:.1g}, norm {size:.1g}): edit z"
+                f"attention output does not equal pattern × values (error {error:.1g}, norm {size:.1g}): edit z instead"
             )
