@@ -193,7 +193,7 @@ def _capture(
 
 @triton.jit
 def _gate(product, numbers, toward):
-    """Return the coefficient of a low-rank op's direction, from its product with the row."""
+    """Return the coefficient of a low-rank op's direction, from the matching product with the row."""
     q = product + _look(numbers)
     gated = tl.where(q > _look(numbers + 1), _look(numbers + 2) + _look(numbers + 3) * q, _look(numbers + 4))
     return tl.where(toward == 0.0, gated, toward * product)
@@ -211,7 +211,7 @@ def _when(latch, bit, position, bits, latches):
 
 @triton.jit
 def _spanned(token, position, rank, start, opening, closing, is_inside, latch):
-    """Return 1 if a row's token is strictly between delimiters, plus 2 if the last delimiter up to it opens."""
+    """Return 1 if a row's token is strictly between delimiters, plus 2 if the latest delimiter is an opening one."""
     far, back, found = tl.minimum(rank, position - start), 0, 0
     while (back <= far) & (found == 0):  # backwards through this request's rows of the step
         id = _look(token - back).to(tl.float32)
@@ -434,7 +434,7 @@ def _finite(h, inside):
 
 @triton.jit
 def _between(records, begin, end, phase):
-    """Return the range of records in begin … end − 1 after the first `phase` code records, up to the next one."""
+    """Return the range of records in begin … end − 1 between code records `phase` − 1 and `phase`."""
     low, high, seen = begin, end, 0
     kind = records + begin.to(tl.int64) * WORDS + 2
     for number in range(begin, end):
@@ -466,7 +466,7 @@ def _site(
     if SAMPLED:
         if PASSES > 1:  # a record holds the sums of only one row at a time
             end = tl.where(_look(rank_of_sample + out_row) == turn, end, begin)
-        rank_of_row = rank_of_sample + (out_row - row)  # index `row` then reads the rank among the sampled rows
+        rank_of_row = rank_of_sample + (out_row - row)  # so that index `row` reads the rank among the sampled rows
     if EARLY:  # launched while the previous kernel ends: the tables were written before that one began, but programs
         tl.extra.cuda.gdc_wait()  # must not read the stream, or exit, before it has ended
     if CODE:

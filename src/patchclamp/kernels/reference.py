@@ -109,7 +109,7 @@ def apply(
 
 
 def between(rows: RowLabels, r: int, token_R: np.ndarray, record: np.void, latches: np.ndarray) -> tuple[bool, bool]:
-    """Return True if a row's token is strictly between delimiters, and True if the last delimiter up to it opens."""
+    """Return True if a row's token is strictly between delimiters, and True if the latest delimiter opens."""
     opening, closing = int(record["opening"]), int(record["closing"])
     for row in range(r, r - rows.rank[r] - 1, -1):  # backwards through this request's rows of the step
         if rows.position[row] < record["start"]:

@@ -12,7 +12,7 @@ from patchclamp.errors import EngineError
 
 VARIABLE = "PATCHCLAMP_DISABLE"
 SWITCHES = {
-    "launcher": "call Triton's launcher directly; off: launch kernels through Triton",
+    "launcher": "call the compiled launcher directly; off: launch kernels through Triton",
     "op_class": "call a plain function under the op's name in compiled code; off: go through PyTorch's dispatcher",
     "cut_graphs": "cut graphs down to the taps that a step needs; off: replay the whole graph",
     "equal_layers": "compile equal layers once; off: each with its own taps",

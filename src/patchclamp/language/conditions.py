@@ -1,4 +1,4 @@
-"""Conditions on the scores of probes, for `When`: `probe > 0.8`, `probe[2] <= 1`, and their `&`, `|` and `~`."""
+"""Conditions on probe scores, for `When`: `probe > 0.8`, `probe[2] <= 1`, combined with `&`, `|` and `~`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language.tokens import as_integer
 from patchclamp.language.values import Converted, as_flag, as_number, field
 
-MAX_DEPTH = 64  # nesting depth; a program has fewer comparisons and joins
+MAX_DEPTH = 64  # maximum nesting depth; a program runs out of condition bits first
 
 
 class ProbeCondition(Converted, frozen=True):
-    """Base of conditions, which are evaluated per token where the model runs."""
+    """Base class of conditions. The worker evaluates them per token."""
 
     def __and__(self, other: ProbeCondition) -> ProbeCondition:
         parts = (each.conditions if isinstance(each, Every) else (each,) for each in (self, check_condition(other)))
@@ -36,7 +36,7 @@ class ProbeCondition(Converted, frozen=True):
 
 
 class Above(ProbeCondition, frozen=True, tag="above"):
-    """True where output `output` of a probe exceeds `threshold`; with `inclusive`, also where it equals it."""
+    """True where a probe's score `output` (0-based) exceeds `threshold` or, with `inclusive`, equals it."""
 
     probe: Any  # a `Probe` or `Features`, whose module imports this one
     threshold: float = field(converter=as_number)
@@ -60,7 +60,7 @@ class Not(ProbeCondition, frozen=True, tag="not"):
 
 
 class Output:
-    """One output of a probe, `probe[i]`, to compare with a number."""
+    """One score of a probe, `probe[i]`, to compare with a number."""
 
     def __init__(self, probe: Any, output: int) -> None:
         self.probe: Any = probe
@@ -96,7 +96,7 @@ def comparisons(condition: ProbeCondition) -> list[Above]:
 
 
 def holding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Any:
-    """Evaluate a condition per token, [T]; `above` evaluates a comparison."""
+    """Evaluate a condition per token, bool [T]; `above` evaluates a single comparison."""
     if isinstance(condition, Not):
         return ~holding(condition.condition, above)
     if isinstance(condition, Every):
@@ -106,7 +106,7 @@ def holding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Any:
 
 
 def deciding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Above:
-    """Return the leftmost comparison that decides a condition at one token."""
+    """Return the leftmost comparison that determines a condition's value at one token."""
     if isinstance(condition, Not):
         return deciding(condition.condition, above)
     if isinstance(condition, Every):
@@ -130,12 +130,12 @@ def condition_data(condition: ProbeCondition, probe_data: Any) -> dict[str, Any]
 def read_condition(data: object, path: str, read_probe: Any, depth: int = 0) -> ProbeCondition:
     """Parse the output of `condition_data`; `read_probe(data, path)` parses a probe."""
     if not isinstance(data, dict) or depth > MAX_DEPTH:
-        raise ProgramError(f"expected an object, at most {MAX_DEPTH} deep, got {type(data).__name__}", path)
+        raise ProgramError(f"expected an object nested at most {MAX_DEPTH} deep, got {type(data).__name__}", path)
     fields = {"above": {"type", "probe", "threshold", "output", "inclusive"}, "every": {"type", "conditions"},
               "not": {"type", "condition"}}  # fmt: skip
     kind = data.get("type")
     if not isinstance(kind, str) or kind not in fields or not data.keys() <= fields[kind]:
-        raise ProgramError(f"expected a condition of type {', '.join(fields)} with its fields", path)
+        raise ProgramError(f"expected a condition of type {', '.join(fields)}, with only that type's fields", path)
     try:
         if kind == "not":
             return Not(read_condition(data.get("condition"), f"{path}.condition", read_probe, depth + 1))

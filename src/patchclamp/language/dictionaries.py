@@ -11,11 +11,11 @@ import numpy as np
 from patchclamp.errors import ProgramError
 from patchclamp.language.sae import SAE
 
-PRECISIONS = ("float32", "model")  # an SAE's matrices; "model": the model's dtype
+PRECISIONS = ("float32", "model")  # dtype of an SAE's matrices; "model": the model's dtype
 
 
 class FeatureRows(NamedTuple):
-    """Features of a local SAE. A feature's value is q = encoder · row + bias if q exceeds its threshold, else 0.
+    """Features of a local SAE. A feature's value is q = encoder · row + bias if q exceeds the threshold, else 0.
 
     encoder, decoder: [k, D], [k, O] · bias, threshold: [k]
     """
@@ -41,12 +41,12 @@ class FeatureRows(NamedTuple):
 class DictionaryCard(msgspec.Struct, frozen=True):
     """Properties of an attached SAE that programs use.
 
-    at, to: the sites it reads and writes, as text
+    at, to: the text forms of the sites that the SAE reads and writes
     features: the number of features
     is_local: True if each feature depends on a single product with the row (`SAE.is_local`)
     normalizes: True if rows are normalised before the encoder, and outputs scaled back
     content: `SAE.content`
-    dtype: the dtype of its matrices and of its input rows
+    dtype: the dtype of the SAE's matrices and input rows
     """
 
     name: str
@@ -60,10 +60,10 @@ class DictionaryCard(msgspec.Struct, frozen=True):
 
 
 class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
-    """Reads features of the SAE `name`: each row's largest, or the features `ids`.
+    """Reads features of the SAE `name`: each row's largest features, or the features `ids`.
 
     content: the SAE's `content`; "": any SAE with this name
-    first: the first column it reads, for an SAE at a part of a site
+    first: the first column that the SAE reads, if it reads only part of a row
     """
 
     name: str
@@ -75,7 +75,7 @@ class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
 class SAEOption(NamedTuple):
     """An SAE that an engine attaches when it starts: `NAME=PATH`, or `NAME=PATH@SITE`.
 
-    site: the site it reads; "": the site in its file
+    site: the site that the SAE reads; "": the site given in its file
     """
 
     name: str

@@ -85,7 +85,7 @@ def as_bias(value: ValueLike) -> Vector:
 
 
 def as_probe_name(value: object) -> str:
-    """Check a probe's name: 1 to 64 letters, digits and _ . -"""
+    """Check that a probe name has 1 to 64 letters, digits and _ . -"""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", value):
         raise ProgramError(f"expected a name of 1 to 64 letters, digits and _ . -, got {value!r:.100}")
     return value
@@ -133,7 +133,7 @@ def as_feature_values(value: float | Iterable[float]) -> tuple[float, ...]:
 
 
 def _translators(value: Any) -> tuple[Translator, ...] | None:
-    """Return translators unchanged; `Lens` converts them, since that requires its site."""
+    """Return translators unchanged; `Lens` converts them once it knows its site."""
     return value
 
 
@@ -146,7 +146,7 @@ def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the optional arguments `fn` takes. Raises `ProgramError` if it requires any others."""
+    """Return the optional arguments that `fn` takes. Raises `ProgramError` if `fn` requires any others."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):  # C functions may have no signature
@@ -158,14 +158,14 @@ def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
     wrong = [p.name for p in needed if p.name not in APPLY_ARGUMENTS or p.kind is p.POSITIONAL_ONLY]
     if wrong or not rows:
         raise ProgramError(
-            f"expected a function of rows, with optional arguments {' and '.join(APPLY_ARGUMENTS)}, got one of "
-            f"{', '.join(map(str, parameters)) or 'nothing'}: add a default for other arguments"
+            f"expected a function of rows, optionally with {' and '.join(APPLY_ARGUMENTS)}, got parameters "
+            f"{', '.join(map(str, parameters)) or 'none'}: give other parameters a default"
         )
     return tuple(p.name for p in needed)
 
 
 class Op(Converted, frozen=True, tag=str.lower):
-    """Base of all ops."""
+    """Base class of all ops."""
 
 
 class _Placed:
@@ -177,7 +177,7 @@ class _Placed:
 
 
 class SiteOp(Op, _Placed, frozen=True):
-    """Base of ops that act `at` a site on a selection of `tokens`."""
+    """Base class of ops that act `at` a site on a selection of `tokens`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.at, At):  # pc.z[5] @ pc.prompt[-1]
@@ -203,7 +203,7 @@ class SiteOp(Op, _Placed, frozen=True):
 
 
 class Readout(SiteOp, frozen=True):
-    """Base of ops that read rows without changing them."""
+    """Base class of ops that read rows without changing them."""
 
 
 class Capture(Readout, frozen=True, forbid_unknown_fields=True):
@@ -234,17 +234,15 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
         of_keys = [name for name in ("keys", "spans", "top") if getattr(self, name) is not None]
         if self.at.name not in DERIVED:
             if of_keys:
-                raise ProgramError(
-                    f"expected pattern or attn_scores, whose rows run over keys, got {self.at}", of_keys[0]
-                )
+                raise ProgramError(f"expected pattern or attn_scores, got {self.at}", of_keys[0])
             return
         if len(of_keys) > 1:
             raise ProgramError(f"expected only one of keys, spans and top, got {' and '.join(of_keys)}", of_keys[1])
         for name, default in {"dtype": "float32", "project": None, "pool": None}.items():
             if getattr(self, name) != default:
-                raise ProgramError(f"{name} is not supported at {self.at}, whose rows run over keys", name)
+                raise ProgramError(f"{name} is not supported at {self.at}, where a row has one value per key", name)
         if self.spans is not None and self.at.name != "pattern":
-            raise ProgramError(f"expected pattern, since scores cannot be summed, got {self.at}", "spans")
+            raise ProgramError(f"expected pattern, since only probabilities can be summed, got {self.at}", "spans")
 
 
 class Probe(Readout, frozen=True, forbid_unknown_fields=True):
@@ -309,7 +307,7 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
     ) -> Probe:  # fmt: skip
         """Make a probe from a fitted scikit-learn linear model, a pipeline of `StandardScaler` and such a model (the
         scaler is folded into weight and bias), or a `torch.nn.Linear`. A classifier's activation is "sigmoid" for two
-        classes and "softmax" for more. Raises `ProgramError` if the model's own scores of random rows differ."""
+        classes and "softmax" for more. Raises `ProgramError` if the model's own scores on random rows differ."""
         weight, bias, activation = linear_model(model, activation)
         return cls(weight, at, tokens, bias, activation, pool, name)
 
@@ -321,7 +319,7 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
         write_probe(path, self.weight.rows(), bias, self.activation)
 
 
-MAX_LAYERS = 1 << 16  # layers of translators, before the model is known
+MAX_LAYERS = 1 << 16  # limit on a translator's layer while the model is unknown
 
 
 class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
@@ -355,7 +353,7 @@ class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
 def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     """Return the translators of a site's layers, in order. `value`: A [D, D] or (A, b [D]) by layer, a `fit_lens`
-    result, or its file. A site without layers covers all translated layers; an open range ends at the last one.
+    result, or its file. A site without layers covers all layers with translators; an open range ends at the last.
 
     Raises `ProgramError` if a layer has no translator, or if `value` is a result for another site.
     """
@@ -369,7 +367,7 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
     if isinstance(value, Mapping):
         value = tuple(Translator.of(layer, parts) for layer, parts in value.items())
     if not isinstance(value, tuple) or not value or not all(isinstance(one, Translator) for one in value):
-        raise ProgramError(f"expected matrices by layer, got {type(value).__name__} {value!r:.100}")
+        raise ProgramError(f"expected a mapping of layers to matrices, got {type(value).__name__} {value!r:.100}")
     by_layer = {one.layer: one for one in sorted(value, key=lambda one: one.layer)}
     if len(by_layer) < len(value):
         raise ProgramError("expected one translator per layer, got two for the same layer")
@@ -440,14 +438,14 @@ class Lens(Readout, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.force_setattr(self, name, value)
 
     def check_width(self, width: int) -> None:
-        """Raise `ShapeError` if its translators expect another row width."""
+        """Raise `ShapeError` if the translators expect a row width other than `width`."""
         for one in self.translators or ():
             if one.matrix.shape != (width, width):
                 path = f"translators[{one.layer}]"
                 raise ShapeError(f"expected shape [{width}, {width}], got {list(one.matrix.shape)}", path)
 
     def translator(self, layer: int | None) -> Translator | None:
-        """Return a layer's translator."""
+        """Return a layer's translator; None if there is none."""
         return next((one for one in self.translators or () if one.layer == layer), None)
 
 
@@ -456,11 +454,11 @@ def check_lens_site(at: Site) -> None:
     spec = SPECS[at.name]
     if not spec.layered or spec.width != "D" or at.index is not None:
         wide = ", ".join(name for name, spec in SITES.items() if spec.layered and spec.width == "D")
-        raise UnsupportedSite(f"{at}: a lens requires a per-layer site of the stream's width: {wide}", "at")
+        raise UnsupportedSite(f"{at}: a lens requires a per-layer site of the stream's width: use {wide}", "at")
 
 
 class FeatureOp(SiteOp, frozen=True):
-    """Base of edits that use an attached SAE, at its site and on `tokens`."""
+    """Base class of edits that use an attached SAE, at the SAE's site and on `tokens`."""
 
     __post_init__ = Converted.__post_init__
     name: str
@@ -608,12 +606,12 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens | None = field(converter=optional(parse_tokens), default=None)
 
     def scaled(self, op: Op) -> Op:
-        """Return `op` with this scale and these tokens. Raises `ProgramError` for an op that cannot be scaled."""
+        """Return `op` with `scale` and `tokens` applied. Raises `ProgramError` for an op that cannot be scaled."""
         changed: dict[str, Any] = {} if self.tokens is None else {"tokens": self.tokens}
         strength = {Add: "scale", Noise: "std", Use: "scale"}.get(type(op))
         if self.scale != 1.0:
             if strength is None or (isinstance(op, Noise) and self.scale < 0):
-                raise ProgramError(f"cannot scale {type(op).__name__} by {self.scale}, only Add and Noise", "scale")
+                raise ProgramError(f"cannot scale {type(op).__name__} by {self.scale}: use Add or Noise", "scale")
             changed[strength] = self.scale * getattr(op, strength)
         return msgspec.structs.replace(op, **changed)
 
@@ -622,11 +620,11 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
     """Apply edits only where a condition on probes holds, evaluated in the worker while the request runs.
 
     `condition` compares outputs of probes with numbers: `probe > 0.8`, `probe[2] <= 1`, combined by `&`, `|` and `~`.
-    It is false at tokens that any of its probes does not read. `scope` sets where the edits act:
+    It is false at tokens that any of these probes does not read. `scope` sets where the edits act:
 
-    - "token": at those of their `tokens` where it holds;
-    - "prompt": from the last prompt token onward, if it holds at that token;
-    - "onwards": from the first token where it holds.
+    - "token": at those of the edits' `tokens` where the condition holds;
+    - "prompt": from the last prompt token onward, if the condition holds at that token;
+    - "onwards": from the first token where the condition holds.
 
     The edits must come after the probes: in later layers or, for "token", at the same site. Each probe of a condition
     reads a site of one layer. Decisions match the scores in `run.probes`: all conditions on a probe are decided at its
@@ -658,7 +656,7 @@ class Knockout(SiteOp, frozen=True, forbid_unknown_fields=True):
     """Remove attention edges: in the heads of `at`, such as `pattern[3:8]` or `pattern[3, 1]`, the queries `tokens` do
     not attend to `keys`; the probabilities of the remaining keys are renormalised.
 
-    Queries that precede all keys are not edited. It is an error if every query does, or if one loses all its keys.
+    Queries that precede all keys are not edited. It is an error if no query remains, or if a query loses all keys.
     Source: attention knockout; Geva et al. 2023 (arXiv:2304.14767).
     """
 
@@ -763,7 +761,7 @@ class Apply(SiteOp, frozen=True, forbid_unknown_fields=True):
     text form, such as "resid_post[3]".
 
     `fn` runs on the engine's thread and must not wait for an engine. Each call gets rows of one request at one site,
-    at consecutive positions of one step. Their number depends on scheduling, so each row's result must depend only on
+    at consecutive positions of one step. The row count depends on scheduling, so each row's result must depend only on
     that row. `fn` may keep and modify the rows. An exception in `fn` fails the run, and `fn` is not called again.
     Programs with code require `pc.LM(..., allow_code=True)` and an in-process engine, run without CUDA graphs, and
     cannot be saved or sent. On a GPU, rows are rounded to the model's dtype before `fn`.
@@ -789,7 +787,7 @@ CaptureLike = Readout | Site | At | str
 
 
 def as_capture(value: CaptureLike) -> Readout:
-    """Make a `Capture` from a site or `site @ tokens`, as text or not; return a readout unchanged."""
+    """Make a `Capture` from a site or `site @ tokens`, or from its text form; return a readout unchanged."""
     if isinstance(value, Readout):
         return value
     if isinstance(value, str) and "@" in value:
@@ -802,7 +800,7 @@ FUZZ_NAMES, MODES = ("fuzz_strength", "fuzz_seed", "fuzz_mode"), ("noise", "scal
 
 
 def fuzz(extra: dict[str, Any]) -> tuple[Op, ...]:
-    """Convert the fuzzing arguments to one op, or none at strength 0.
+    """Convert fuzzing arguments to one op, or to no op at strength 0.
 
     Raises `UnknownName` or `ProgramError`, naming the argument.
     Source: Roger 2025 (LessWrong, "Fuzzing LLMs sometimes makes them reveal their secrets").
@@ -843,7 +841,7 @@ def is_ours(word: str) -> bool:
 
 
 def check_words(extra: dict[str, Any], path: str = "vllm_xargs") -> None:
-    """Raise `UnknownName` for a key that looks like one of `EXTRA_ARGS` but is not."""
+    """Raise `UnknownName` for a key that looks like one of `EXTRA_ARGS` but is not one."""
     for word in extra:
         if word not in EXTRA_ARGS and is_ours(word):
             raise unknown("extra argument", word[:64], EXTRA_ARGS, f"{path}.{word[:64]}")

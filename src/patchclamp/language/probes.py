@@ -54,11 +54,11 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], di
 
 
 def check_archive(file: Path) -> None:
-    """Raise `ProgramError` for a zip archive that expands over 64-fold, and zipfile's errors for an invalid one."""
+    """Raise `ProgramError` for a zip archive that expands over 64-fold, and zipfile's errors if it is invalid."""
     with zipfile.ZipFile(file) as opened:
         size = sum(member.file_size for member in opened.infolist())
     if size > 64 * file.stat().st_size:
-        raise ProgramError(f"{file.name!r} would expand to {size} bytes", "path")
+        raise ProgramError(f"{file.name!r} would expand to {size} bytes, over 64 times the file size", "path")
 
 
 def _bfloat16(file: Path, name: str) -> np.ndarray:
@@ -96,7 +96,7 @@ def write_probe(
 
 def linear_model(model: Any, activation: str | None) -> tuple[np.ndarray, np.ndarray | None, str | None]:
     """Return a fitted linear model's weight [k, D], bias [k] and activation (None: the model's own), with preceding
-    scalers folded in. Raises `ProgramError` for other models, and if the model's own scores of random rows differ."""
+    scalers folded in. Raises `ProgramError` for other models, and if the model's own scores on random rows differ."""
     import numpy as np
 
     draw, own = np.random.default_rng(0), activation is None and hasattr(model, "predict_proba")
@@ -110,7 +110,7 @@ def linear_model(model: Any, activation: str | None) -> tuple[np.ndarray, np.nda
         found = activated(rows @ weight.T + bias, activation if own else None)
         method = next(each for each in methods if hasattr(model, each))
         exact = copy.deepcopy(model).double().cpu() if method == "forward" else model
-        with warnings.catch_warnings(action="ignore"):  # rows have no column names
+        with warnings.catch_warnings(action="ignore"):  # scikit-learn warns about missing column names
             scores = as_array(getattr(exact, method)(exact.weight.new_tensor(rows) if method == "forward" else rows))
         scores = scores.reshape(len(rows), -1)[:, int(own and len(weight) == 1) :]
         if scores.shape != found.shape or not np.allclose(found, scores, atol=1e-3):

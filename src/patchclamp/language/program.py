@@ -43,7 +43,7 @@ VALUES: dict[str, type[Any]] = {"vector": Vector, "from": From, "named": Named, 
 VECTORS = {  # fields that hold vectors
     "value", "mask", "basis", "direction", "directions", "plane", "project", "weight", "bias", "rotation",
 }  # fmt: skip
-# fields that later versions added, and the default they omit, so that older programs keep their fingerprint
+# fields added by later versions, omitted at these defaults so that older programs keep their fingerprints
 LATER = {"project": None, "pool": None, "translators": None, "basis": None, "norm": None, "strength": 1.0,
          "keys": None, "spans": None, "top": None}  # fmt: skip
 EditsLike = Op | Iterable[Op] | None  # the type of `edits=` for one prompt
@@ -91,14 +91,14 @@ class Program(PublicStruct, frozen=True):
         return named
 
     def stopped_by(self, condition: ProbeCondition | None, always_on: Sequence[Probe], path: str) -> Program:
-        """Return the program with the probes of its stop condition added. Raises `ProgramError`, at `path`, for a probe
-        without a score per token, and for one that shares its name with a different probe in `always_on`."""
+        """Return the program with a stop condition's probes added. Raises `ProgramError`, at `path`, for a probe
+        without a score per token, and for a probe that shares its name with a different probe in `always_on`."""
         if condition is None and not always_on:
             return self
         own, named = self.probes, self._beside(always_on)
         for each in [] if condition is None else comparisons(check_condition(condition, path)):
             if not isinstance(probe := each.probe, Probe):
-                raise ProgramError("expected a probe to stop at, got a feature: use its encoder row as a probe", path)
+                raise ProgramError("expected a probe, got a feature: use its encoder row as a probe", path)
             if probe.pool is not None:
                 raise ProgramError(f"expected a probe with a score per token, got pool={probe.pool!r}", f"{path}.pool")
             if SPECS[probe.at.name].layered and not isinstance(probe.at.layers, int):
@@ -128,7 +128,7 @@ class Program(PublicStruct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Parse the short form of a mix of named programs: `0.3 calm + 0.2 honest @ generated`.
+        """Parse a mix of named programs from text such as `0.3 calm + 0.2 honest @ generated`.
 
         Each term is `Use(name, scale)`: an optional scale (default 1) and a name; `-` negates. The selection after `@`
         sets the tokens of all edits. Raises `ProgramError` with the position of the syntax error.
@@ -325,7 +325,7 @@ def _read_at(read: Callable[[Item], Read], item: Item, path: str) -> Read:
 
 
 def _as_list(items: Any, path: str) -> Sequence[Any]:
-    """Return a sequence of one item, several, or none (None)."""
+    """Convert one item, several items, or None (no items) to a sequence."""
     if items is None:
         return ()
     if isinstance(items, (Op, Site, At, str)):

@@ -91,12 +91,12 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
 
     @property
     def width(self) -> int:
-        """D, the width of the rows it reads."""
+        """D, the width of input rows."""
         return self.encoder.shape[1]
 
     @property
     def is_local(self) -> bool:
-        """True if each feature is a monotonic function of its own pre-activation, and that is linear in the row."""
+        """True if each feature increases with its own pre-activation, and pre-activations are linear in the row."""
         rises = self.gain is None or bool((self.gain > 0).all())
         return self.k is None and self.normalize == "none" and rises
 
@@ -136,7 +136,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         if self.normalize == "none" and self.skip is None:
             return out
         if rows is None:
-            raise ProgramError("this SAE normalises or has a skip connection: decode(features, rows)", "rows")
+            raise ProgramError("expected rows, since this SAE normalises or has a skip connection", "rows")
         if len(rows := self._rows(rows, "rows", self.width)) != len(out):
             raise ShapeError(f"expected {len(out)} rows, one per row of features, got {len(rows)}", "rows")
         mean, scale = self.moments(rows)
@@ -148,7 +148,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return self.decode(self.encode(rows), rows)
 
     def moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
-        """Return each row's offset and divisor for `normalize` (divisor None: no normalisation)."""
+        """Return each row's offset and divisor for `normalize` (a divisor of None: no normalisation)."""
         import numpy as np
 
         if self.normalize == "none":
@@ -230,7 +230,7 @@ def _frozen(given: Any, name: str, letters: str, sizes: dict[str, int]) -> np.nd
 
 
 def _folded(sae: SAE, fold: Fold) -> SAE:
-    """Return an equivalent SAE with the `Fold` applied to its weights."""
+    """Return the SAE with a `Fold`'s operations folded into its weights."""
     import numpy as np
 
     def scaled(array: np.ndarray, by: float | np.ndarray) -> np.ndarray:

@@ -69,7 +69,7 @@ def errors_of(file: Path) -> Iterator[None]:
 
 
 def read_parts(path: str | os.PathLike[str], which: Which) -> tuple[dict[str, Any], Fold, Path]:
-    """Read an SAE's fields from a folder or file. Returns them, the `Fold` to apply, and the file of the arrays.
+    """Read an SAE's fields from a folder or file. Returns the fields, the `Fold` to apply, and the weights file.
     `which`: the arguments of `SAE.load`."""
     given, which = Path(as_file(path, "path")), dict(which)
     arguments = ("layer", "k", "scale", "site", "site_out", "model")
@@ -86,7 +86,7 @@ def read_parts(path: str | os.PathLike[str], which: Which) -> tuple[dict[str, An
 
 
 def _recognise(given: Path, which: Which) -> tuple[list[Path], Callable[[list[Path], Which], Parts]]:
-    """Find the files of an SAE, weights last, and their reader."""
+    """Find an SAE's files, with the weights last, and the function that reads them."""
     if not given.exists():
         raise ProgramError(f"cannot read {given.name!r}: no such file or folder", "path")
     if re.fullmatch(r"layer\d+\.sae\.pt", given.name):
@@ -142,7 +142,8 @@ def read_saelens(files: list[Path], which: Which) -> Parts:
     if not SAELENS.fullmatch(architecture):
         raise ProgramError(f"unknown architecture {architecture!r:.100}", "architecture")
     if activation not in ("relu", "topk") or norm is None:
-        raise ProgramError(f"unknown activation {activation!r:.100} or normalisation", "activation_fn")
+        words = f"{activation!r:.50} or normalisation {config.normalize_activations!r:.50}"
+        raise ProgramError(f"unknown activation {words}", "activation_fn")
     fields: dict[str, Any] = {
         "encoder": weights["W_enc"].T, "decoder": weights["W_dec"], "decoder_bias": weights["b_dec"],
     }  # fmt: skip
@@ -174,7 +175,7 @@ def read_saelens(files: list[Path], which: Which) -> Parts:
     is_transcoder = "transcoder" in architecture
     _check_widths(fields, config.d_in, is_transcoder)
     if is_transcoder and fields["normalize"] != "none":
-        raise ProgramError("a transcoder cannot scale its output back", "normalize_activations")
+        raise ProgramError("normalisation is not supported for transcoders", "normalize_activations")
     subtract = config.apply_b_dec_to_input and not is_transcoder
     return fields, Fold(subtract, config.rescale_acts_by_decoder_norm, scale_in=scale, scale_out=scale)
 
@@ -289,10 +290,10 @@ def read_qwen_scope(files: list[Path], which: Which) -> Parts:
     named = re.search(r".*SAE-Res-([^/]+)-W\d+K-L0_(\d+)", path)
     k = which.pop("k", int(named[2]) if named else None)
     if k is None:
-        raise ProgramError("expected k=, the number of active features, since the path lacks it (…-L0_50/…)", "k")
+        raise ProgramError("expected k=, the number of active features, which the path lacks (…-L0_50/…)", "k")
     layer = int("".join(re.findall(r"\d+", files[-1].name)))
     if which.pop("layer", layer) != layer:
-        raise ProgramError(f"expected the file's layer {layer}", "layer")
+        raise ProgramError(f"expected layer={layer}, as in the file's name", "layer")
     fields = {
         "encoder": weights["W_enc"], "encoder_bias": weights["b_enc"], "decoder": weights["W_dec"].T,
         "decoder_bias": weights["b_dec"], "k": k, "site": f"resid_post[{layer}]", "model": named[1] if named else "",
@@ -503,7 +504,7 @@ def _read_torch(file: Path) -> dict[str, np.ndarray]:
         if isinstance(tensor, torch.Tensor):
             check_dense(tensor, name := str(name))
             if tensor.nbytes > tensor.untyped_storage().nbytes():  # an expanded view
-                raise ProgramError("the file has fewer numbers than the tensor's shape", name)
+                raise ProgramError("the file has fewer values than the tensor's shape requires", name)
             found[name] = (tensor.float() if tensor.is_floating_point() else tensor).detach().numpy()
     return found
 
@@ -512,9 +513,9 @@ def _check_widths(fields: dict[str, Any], width: int | None = None, is_transcode
     """Raise `ShapeError` if the row width differs from the config's, or an SAE's output width from its row width."""
     reads, writes = (fields[name].shape[-1:] for name in ("encoder", "decoder"))
     if width is not None and reads != (width,):
-        raise ShapeError(f"expected rows of the config's width {width}, got {list(reads)}", "encoder")
+        raise ShapeError(f"expected the config's row width {width}, got {list(reads)}", "encoder")
     if not is_transcoder and writes != reads:
-        raise ShapeError(f"expected outputs of the rows' width, {list(reads)}, got {list(writes)}", "decoder")
+        raise ShapeError(f"expected outputs as wide as the rows, {list(reads)}, got {list(writes)}", "decoder")
 
 
 def _fits(name: str, array: np.ndarray, like: np.ndarray) -> np.ndarray:
@@ -542,10 +543,10 @@ def _spread(number: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def _scale(which: Which) -> float:
-    """Return the argument `scale`, for files that lack the factor of the training rows. Raises without it."""
+    """Return the `scale` argument, required for files that lack the factor that scaled the training rows."""
     scale = which.pop("scale", None)
     if type(scale) not in (int, float) or not 0 < scale < math.inf:
-        words = "trained on rows scaled to an average norm of sqrt(D), by a factor missing from the file"
+        words = "the SAE was trained on rows scaled to an average norm of sqrt(D), but the file lacks the factor"
         raise ProgramError(f"{words}; expected scale= (1 if folded into the weights), got {scale!r:.100}", "scale")
     return float(scale)
 

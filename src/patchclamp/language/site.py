@@ -49,13 +49,13 @@ class SiteSpec(msgspec.Struct, frozen=True):
 
     name: its name in the language
     shape: the shape that `run[...]` returns, in the letters above
-    meaning: a description for people
+    meaning: a short description, for the docs
     width: the row size (a letter of `Sizes`; Q, K and Z are heads times head size)
-    layered: True if it exists per layer
-    index: the unit of the second index; "" if it takes none
-    block: the part of a layer that computes it
-    moves: the sites of its layer that an edit at it changes in every family; the sites in `unmoved` never change
-    transformer_lens, nnterp: its aliases in these libraries
+    layered: True if it has a layer index
+    index: the unit of the second index; "": no second index
+    block: the part of a layer that computes the tensor
+    moves: the sites of the same layer that an edit changes in every family; the sites in `unmoved` never change
+    transformer_lens, nnterp: the site's aliases in these libraries
     """
 
     name: str
@@ -86,7 +86,7 @@ SITES: dict[str, SiteSpec] = {  # in order of computation
                  nnterp=("attentions_input",)),
         SiteSpec("q", "[T, H, E]", "queries before rotary embedding, after their norm if the model has one", "Q",
                  index="head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_q",)),
-        SiteSpec("k", "[T, K, E]", "keys, at the same place", "K",
+        SiteSpec("k", "[T, K, E]", "keys before rotary embedding, after their norm if the model has one", "K",
                  index="key/value head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_k",)),
         SiteSpec("v", "[T, K, E]", "values", "K",
                  index="key/value head", block="attention", moves=_HEADS, transformer_lens=(_ATTN + "hook_v",)),

@@ -102,7 +102,7 @@ GROUPS = ("prompt", "generated", "every")
 
 
 class Selection(PublicStruct, frozen=True):
-    """Base of all selections. `|`, `&` and `-` are union, intersection and difference; results are ascending."""
+    """Base class of all selections. `|`, `&` and `-` are union, intersection and difference; results are ascending."""
 
     def __or__(self, other: TokensLike) -> Joined:
         return Joined("|", self, parse_tokens(other))
@@ -210,7 +210,7 @@ class Role(Selection, frozen=True, tag="role"):
             raise TokensError(f"{self}: the chat has no messages with this role; available: {roles}")
         if self.message is not None:
             if not -len(said) <= self.message < len(said):
-                raise TokensError(f"{self}: message out of range: the chat has {len(said)} with this role (0-based)")
+                raise TokensError(f"{self}: out of range: the chat has {len(said)} messages with this role (0-based)")
             said = [said[self.message]]
         positions = sorted({position for each in said for position in each})
         return _some(self, positions, lambda: f"these messages have {len(positions)} tokens")
@@ -258,7 +258,7 @@ class ImageTokens(Selection, frozen=True, tag="image"):
         if self.number is None:
             return sorted(position for image in images for position in image)
         if not -len(images) <= self.number < len(images):
-            raise TokensError(f"{self}: image out of range: the prompt has {len(images)} (0-based)")
+            raise TokensError(f"{self}: out of range: the prompt has {len(images)} images (0-based)")
         positions = images[self.number]
         return _some(self, positions, lambda: f"this image has {len(positions)} tokens")
 
@@ -281,7 +281,7 @@ def _index_of(indexed: _Indexed, key: Any) -> Indices | None:
 
 
 def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """Return the positions that an index selects; `extent` describes their number, for errors."""
+    """Return the positions that an index selects; `extent()` states the number of positions, for errors."""
     if indexed.index is None:
         return list(positions)
     if isinstance(indexed.index, Range):
@@ -290,7 +290,7 @@ def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]
 
 
 def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """Return the positions that an index lists; `extent` describes their number, for errors."""
+    """Return the positions that an index lists; `extent()` states the number of positions, for errors."""
     numbers = (indexed.index,) if isinstance(indexed.index, int) else indexed.index
     assert isinstance(numbers, tuple)
     for number in numbers:
@@ -358,7 +358,7 @@ class TextSpan(Selection, frozen=True, tag="span"):
 
 
 class Between(Selection, frozen=True, tag="between"):
-    """The tokens strictly between each `opening` delimiter and the next `closing` one, or the end.
+    """The tokens strictly between each `opening` delimiter and the next `closing` one, or the request's end.
 
     A delimiter is a token id or text. Text that the model's tokenizer encodes as a single token means that
     token. Longer text is searched for in the prompt; every token that overlaps a match belongs to the delimiter.
@@ -444,7 +444,7 @@ MAX_DEPTH, MAX_JOINED, MAX_ID_SELECTIONS = 64, 128, 8
 
 @functools.lru_cache(1 << 12)
 def _size(selection: Selection) -> tuple[int, int, int]:
-    """Return a selection's depth, its number of leaves, and its number of leaves that select by token id."""
+    """Return a selection's depth, its number of leaves, and the number of these that select by token id."""
     if not isinstance(selection, Joined):
         return 0, 1, int(isinstance(selection, TokenIds))
     left, right = _size(selection.left), _size(selection.right)

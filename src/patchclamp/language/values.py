@@ -86,7 +86,7 @@ class _Converting(PublicMeta):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Converted(msgspec.Struct, metaclass=_Converting, frozen=True):
-    """Base of structs with converted fields. Errors name the field."""
+    """Base class of structs with converted fields. Errors name the field."""
 
     def __post_init__(self) -> None:
         for name, converter in type(self).converters.items():
@@ -175,7 +175,7 @@ def as_array(numbers: Any, path: str | None = None) -> np.ndarray:
 
 
 def read_elements(numbers: Sequence[Any], path: str | None = None) -> list[Any]:
-    """Convert arrays in nested lists. Raises `TypeError` for text, bytes, booleans and dates (NumPy accepts them)."""
+    """Convert arrays in nested lists to fp32. Raises `TypeError` for text, bytes, booleans and dates."""
     return [one if type(one) in (float, int) else _element(one, path) for one in numbers]
 
 

@@ -95,18 +95,18 @@ from patchclamp.store.named import Means, NamedBank, SourceRun, is_run
 
 
 class Context(Protocol):
-    """The interface of lowering functions to one op's site and selection in a prompt."""
+    """Gives a lowering function access to one op's site and selection in a prompt."""
 
     conditional: bool
 
     def value(self, value: Value) -> tuple[tuple[str, ...], np.ndarray | None]:
-        """Return a value's bank keys (one per point, or one for all), and its row for each selected position (None: row
-        0). Errors get the path `value`."""
+        """Return a value's bank keys (one per point, or one for all), and the row index for each selected position
+        (None: row 0 for all). Errors have the path `value`."""
         ...
 
     def rows(self, count: int) -> np.ndarray:
-        """Return the row for each selected position, for a value with `count` rows. Raises `ShapeError` if the counts
-        differ."""
+        """Return the row index for each selected position, for a value with `count` rows. Raises `ShapeError` if the
+        counts differ."""
         ...
 
     def padded(self, vector: Vector, field: str) -> Vector:
@@ -122,7 +122,7 @@ class Context(Protocol):
         ...
 
     def needs_whole_rows(self, op: SiteOp) -> None:
-        """Raise `UnsupportedSite` if no worker has the whole row, since the op sums over it."""
+        """Raise `UnsupportedSite` if rows are sharded: the op sums over whole rows."""
         ...
 
     def points(self) -> list[tuple[str, int | None]]:
@@ -131,7 +131,7 @@ class Context(Protocol):
 
     def check_lens(self, lens: ops.Lens) -> None:
         """Raise `UnsupportedSite` if the model has no lens, `ProgramError` if `top` exceeds the vocabulary,
-        `ShapeError` if the translators have another width."""
+        `ShapeError` if the translators have a different width."""
         ...
 
     def heads(self) -> tuple[int, int, int]:
@@ -139,9 +139,9 @@ class Context(Protocol):
         ...
 
     def edges(self, keys: Tokens | Vector, removed: bool = False) -> tuple[tuple[int, int], ...]:
-        """Return the key ranges to edit; () for new rows of the pattern. Queries before all keys are dropped. Raises
-        `TokensError` for selections that depend on generated tokens, without remaining queries, if `removed` keys
-        leave a query without keys, and for a row with probabilities of keys after its query."""
+        """Return the key ranges to edit, or () if `keys` is a vector of pattern rows. Drops queries before all keys.
+        Raises `TokensError` if a selection depends on generated tokens, no query remains, a query loses all its keys
+        (with `removed`), or a new row has nonzero probabilities for keys after its query."""
         ...
 
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
@@ -149,11 +149,11 @@ class Context(Protocol):
         ...
 
     def read_before(self, action: Action, ref: SiteRef) -> None:
-        """Add an op on the same tokens at the earlier site `ref`."""
+        """Add an op with this action on the same tokens, at the earlier site `ref`."""
         ...
 
     def code(self, op: ops.Apply) -> int:
-        """Return a new number for an op's code. Raises `ProgramError` if code is not allowed."""
+        """Register an op's code and return its number. Raises `ProgramError` if code is not allowed."""
         ...
 
 
@@ -161,8 +161,8 @@ class Lowered(msgspec.Struct, frozen=True):
     """A lowered op, before points and positions are assigned.
 
     values: bank keys
-    rows: the value's row for each selected position; None: row 0
-    repeats: the number of times the action runs at each position, with rows 0, 1, … of the value
+    rows: the row index into the value for each selected position; None: row 0 for all
+    repeats: the number of times the action runs at each position, with the value's rows 0, 1, …
     """
 
     action: Action
@@ -173,7 +173,7 @@ class Lowered(msgspec.Struct, frozen=True):
 
 @functools.singledispatch
 def lower(op: SiteOp, context: Context) -> Lowered:
-    """Lower an op. Errors get the field's name as their path."""
+    """Lower an op. Errors have the field's name as their path."""
     raise NotImplementedError(f"no lowering for {type(op).__name__}")
 
 
@@ -195,7 +195,7 @@ def _capture(op: ops.Capture, context: Context) -> Lowered:
 def _probe(op: ops.Probe, context: Context) -> Lowered:
     matrix, pool = _matrix(op, op.weight, "weight", context), POOLS.index(op.pool) + 1 if op.pool else 0
     if op.bias is not None and op.bias.shape != (len(matrix.rows()),):
-        raise ShapeError(f"expected [{len(matrix.rows())}] numbers, got {list(op.bias.shape)}", "bias")
+        raise ShapeError(f"expected shape [{len(matrix.rows())}], got {list(op.bias.shape)}", "bias")
     return Lowered(Keep(0, context.conditional, context.put(matrix), len(matrix.rows()), pool, op.name))
 
 
@@ -257,7 +257,7 @@ def _matrix(op: Readout, value: Vector | Named, field: str, context: Context) ->
     """Return a readout's matrix, [k, D]."""
     if any(kind == "logits" for kind, _ in context.points()):
         raise UnsupportedSite(
-            "logits cannot be projected: capture final_norm, projected by W times the unembedding", "at"
+            "logits cannot be projected: capture final_norm and project by W times the unembedding", "at"
         )
     context.needs_whole_rows(op)
     matrix = context.vector(value, field)
@@ -336,14 +336,14 @@ def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
     if len(rotation.rows()) != rank or rank > weight.shape[-1]:
         raise ShapeError(f"expected the weight's shape {list(weight.shape)}, got {list(rotation.shape)}", "rotation")
     if op.bias is not None and op.bias.shape != (rank,):
-        raise ShapeError(f"expected [{rank}] numbers, got {list(op.bias.shape)}", "bias")
+        raise ShapeError(f"expected shape [{rank}], got {list(op.bias.shape)}", "bias")
     change = Vector.of(weight.rows().astype(np.float64) - rotation.rows())
     gates = context.put(gates_of(rank, 0.0 if op.bias is None else op.bias.array(), slope=1.0))
     return Lowered(_factored(op, context, change, rotation), (gates,))
 
 
 def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward: float = 0.0) -> Factored:
-    """Return the action that adds multiples of the rows of `added`, by products with the rows of `along`."""
+    """Return the `Factored` action that adds Σ g(p) · d, for rows d of `added` and products p with rows of `along`."""
     if any(kind == "logits" for kind, _ in context.points()):
         raise UnsupportedSite(f"{type(op).__name__} does not support logits: edit final_norm", "at")
     rows = np.concatenate([along.rows(), added.rows()])
@@ -406,7 +406,7 @@ def _one_row(vector: Vector, field: str) -> Vector:
 
 
 NO_BANK = NamedBank()
-MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # nested `Use`: the depth, and the edits of all used programs
+MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # limits on nested `Use`: depth, and total edits
 
 
 class Code(NamedTuple):
@@ -415,7 +415,7 @@ class Code(NamedTuple):
     path: the op's path in its program
     arguments: the optional arguments that `fn` takes
     sites: the site's text form, by point
-    what: the code's name in errors
+    what: a name for the code in errors
     """
 
     path: str
@@ -464,26 +464,26 @@ class Known:
         self.refs: dict[Site, list[SiteRef]] = {}
         self.cases: dict[tuple[Any, ...], list[Case]] = {}  # by selection, length, limit and lowest position
         self.merged: dict[tuple[int, ...], tuple[np.ndarray, list[Case]]] = {}  # positions, by ids of the cases' arrays
-        self.selected: dict[tuple[Selection, str], np.ndarray] = {}  # a run's positions
+        self.selected: dict[tuple[Selection, str], np.ndarray] = {}  # positions in a run
         self.rows: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.ranges: dict[tuple[int, int], tuple[tuple[PositionRange, ...], np.ndarray, np.ndarray | None]] = {}
 
     def merged_of(self, cases: list[Case]) -> np.ndarray:
-        """Return all positions of the given cases, ascending; the same array for the same cases."""
+        """Return all positions of the given cases, ascending. The same cases give the same array."""
         key = tuple(id(case.positions) for case in cases)
         if key not in self.merged:
             self.merged[key] = np.unique(np.concatenate([case.positions for case in cases])), cases
         return self.merged[key][0]
 
     def rows_of(self, captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
-        """Call `_rows`, cached."""
+        """Return the cached result of `_rows`."""
         key = id(captured), id(wanted)
         if key not in self.rows:
             self.rows[key] = _rows(captured, wanted, run, ref), captured, wanted
         return self.rows[key][0]
 
     def ranges_of(self, positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-        """Call `position_ranges`, cached."""
+        """Return the cached result of `position_ranges`."""
         key = id(positions), id(rows)
         if key not in self.ranges:
             self.ranges[key] = position_ranges(positions, rows), positions, rows
@@ -528,7 +528,7 @@ class _Binder:
         )  # fmt: skip
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
-        """Bind an op; for a `Use`, the program's edits. `users`: the names in the enclosing chain of `Use`."""
+        """Bind an op or, for a `Use`, the used program's edits. `users`: the names in the enclosing chain of `Use`."""
         try:
             if isinstance(op, When):
                 conditional = self._when(path, op)
@@ -585,7 +585,7 @@ class _Binder:
         last = points[max(points)]
         where = position_ranges(np.flatnonzero(within), None)
         if not where:
-            raise TokensError("no token is read by all of the condition's probes, so it can never hold", "condition")
+            raise TokensError("the condition can never hold: no token is read by all of its probes", "condition")
 
         def decide(new: Callable[[str], int], field: str, make: Callable[[int], All | Latch]) -> int:
             key = make(0), last.number, where
@@ -636,7 +636,7 @@ class _Binder:
         if not isinstance(features, Features):
             return condition
         if features.ids is None or not -len(features.ids) <= condition.output < len(features.ids):
-            raise ProgramError("expected a feature of a list, as in pc.Features(name, ids=[...])[0] > t", "ids")
+            raise ProgramError("expected one feature of a list, as in pc.Features(name, ids=[...])[0] > t", "ids")
         number, dictionary = features.ids[condition.output], self.dictionary(features.name)
         card, limit = dictionary.card, condition.threshold
         if number >= card.features:
@@ -644,10 +644,10 @@ class _Binder:
         if not card.is_local:
             raise ProgramError(
                 f"features of {card.name!r} depend on each other or on the row's norm: a condition requires an SAE "
-                "without k and normalisation", "name"
+                "without k or normalisation", "name"
             )  # fmt: skip
         if limit < 0 or (limit == 0 and condition.inclusive):
-            raise ProgramError(f"expected a positive number, since features are at least 0, got {limit}", "threshold")
+            raise ProgramError(f"expected a positive threshold (features are at least 0), got {limit}", "threshold")
         rows = dictionary.rows([number])
         active = float(rows.threshold[0])
         threshold, inclusive = (limit, condition.inclusive) if limit > active else (active, False)
@@ -678,8 +678,8 @@ class _Binder:
         return latch
 
     def _read(self, path: str, probe: Probe, is_compared: bool = False) -> list[BoundOp]:
-        """Bind a probe's read when the program first uses it. Raises `ProgramError` if a later use follows an edit of
-        its site, unless that use only compares existing scores."""
+        """Bind a probe's read when the program first uses the probe. Raises `ProgramError` if a later use follows an
+        edit at the probe's site, unless that use only compares existing scores."""
         if self._probes.setdefault(probe.name, probe) != probe:
             raise ProgramError(
                 f"duplicate name {probe.name!r} (a probe, or a feature in a condition): rename the probe", "name"
@@ -696,7 +696,7 @@ class _Binder:
         return self._bind(path, probe)
 
     def _comparison(self, path: str, each: Above) -> tuple[Point, np.ndarray]:
-        """Assign a bit to a comparison. Returns its probe's point and positions."""
+        """Assign a bit to a comparison. Returns the probe's point and positions."""
         probe = each.probe
         if probe.pool is not None:
             raise ProgramError(f"probe {probe.name!r} is pooled, so its score is only available after the run", "pool")
@@ -738,9 +738,9 @@ class _Binder:
                 raise TokensError(f"{edit.tokens} in generated text is not supported in pc.When", "tokens")
             for op in bound:
                 if isinstance(op.action, Encoded):
-                    raise ProgramError("a condition supports only features of an SAE with a local encoder", "name")
+                    raise ProgramError("pc.When supports feature edits only on an SAE with a local encoder", "name")
                 if isinstance(op.action, Attended):
-                    raise ProgramError("a condition does not support edits of attention: edit q, k, v or z", "at")
+                    raise ProgramError("pc.When does not support attention edits: edit q, k, v or z", "at")
                 for point in op.points if op.is_edit else ():
                     depth = self.sites.depth(point) - self.sites.depth(last.number)
                     if depth < 0 or (depth == 0 and point != last.number):
@@ -751,7 +751,7 @@ class _Binder:
                     if depth == 0 and guard.latch >= 0 and first < len(self.prompt.ids) - 1:
                         raise UnsupportedSite(
                             "with scope 'onwards', an edit at the probe's own site needs a probe of generated tokens: "
-                            "set tokens=pc.generated on it, or edit a later layer", "at"
+                            "set the probe's tokens=pc.generated, or edit a later layer", "at"
                         )  # fmt: skip
                     if self.sites.points[point].rows == "sampled":
                         raise UnsupportedSite(f"{self.sites.label(point)} does not support conditional edits", "at")
@@ -834,7 +834,7 @@ class _Binder:
         return self.known.refs[op.at]
 
     def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
-        """Return a selection's cases at a site: unconditional positions, then positions that depend on a token's id."""
+        """Return a selection's cases at a site: unconditional positions first, then positions that depend on ids."""
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
         known, key = self._cases_of_prompt, (tokens, lowest)
         if is_positional(tokens):
@@ -866,7 +866,7 @@ class _Binder:
             raise TokensError(f"token id {beyond[0]} is out of range for a vocabulary of {self.sites.d_vocab}", field)
 
     def _check_sampled(self, positions: np.ndarray) -> None:
-        """Raise for positions without logits. Only sampled positions have logits; `every` selects all of them."""
+        """Raise `UnsupportedSite` for positions without logits. Only sampled positions have them."""
         first = len(self.prompt.ids) - 1
         if positions.size and positions.min() < first:
             raise UnsupportedSite(
@@ -883,7 +883,7 @@ class _Binder:
             raise error.under(field) from None
 
     def run(self, name: str) -> tuple[str, SourceRun]:
-        """Return a run's key and captures, by its key or bank name."""
+        """Look up a run by its key or bank name; return its key and captures."""
         named = self._bank[name] if name in self._bank else None  # noqa: SIM401  a bank's `get` raises
         if named is not None and not is_run(named):
             raise ProgramError(f"expected a run, got {type(named).__name__} {name!r} in the bank")
@@ -902,7 +902,7 @@ class _Binder:
     def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
         """Assign a new number to an op's code at each binding, so that requests never share the op's cached blocks."""
         if self._code is None:
-            raise ProgramError("Apply runs Python code in the engine: enable pc.LM(..., allow_code=True)", "fn")
+            raise ProgramError("Apply runs Python code in the engine: allow it with pc.LM(..., allow_code=True)", "fn")
         number = next(code_numbers)
         self._code[number] = Code(path, op.fn, op.wanted_arguments(), sites)
         return number
@@ -925,7 +925,7 @@ class _OpBinder:
         """Return the `Store` ops that the op requires, then the bound op."""
         lowered, columns = lower(self._op, self), self._refs[0].columns
         if isinstance(lowered.action, Keep) and lowered.action.pool == LAST and not self.conditional:
-            # earlier prompt tokens cannot be the last of all, and may come from a cache
+            # skip earlier prompt tokens: they cannot be the last selected token, and may be cached
             prompt = np.searchsorted(self._case.positions, len(self._binder.prompt.ids))
             ranges = position_ranges(self._case.positions[max(prompt - 1, 0) :], None)
         else:
@@ -943,8 +943,8 @@ class _OpBinder:
         return [*self._stored, bound]
 
     def _pooled_in_step(self, action: Action) -> Action:
-        """Return the op's action. A mean or maximum is reduced on the device over prompt tokens, but not over generated
-        tokens, since some may be discarded (rejected draft tokens, tokens after a stop string)."""
+        """Return the op's action. Pool a mean or maximum on the device if it covers only prompt tokens. Some generated
+        tokens may be discarded: rejected draft tokens, and tokens after a stop string."""
         positions = self._case.positions
         if not isinstance(action, Keep) or action.pool in (0, LAST) or self.conditional or not len(positions):
             return action
@@ -975,19 +975,19 @@ class _OpBinder:
         for field, case in (("tokens", self._case), *(("keys", case) for case in cases)):
             if case.ids or case.inside is not None or not case.alone:
                 raise TokensError(
-                    "expected fixed positions for an edit of attention, got a selection that depends on generated "
+                    "expected fixed positions for an attention edit, got a selection that depends on generated "
                     "tokens: use prompt & ... to select in the prompt", field
                 )  # fmt: skip
         queries = self._case.positions
         if isinstance(keys, Vector):
             last = (np.arange(keys.shape[-1]) * (keys.rows() != 0)).max(1)
             if len(late := queries[last > queries]):
-                raise TokensError(f"the row for position {late[0]} includes keys after it", "value")
+                raise TokensError(f"the row for the query at position {late[0]} has values for later keys", "value")
             return ()
         positions = self._binder.known.merged_of(cases)
         seeing = queries >= positions.min(initial=self._binder.limit)
         if not seeing.any():
-            raise TokensError(f"{keys} has no position up to that of a query, so nothing would be edited", "keys")
+            raise TokensError(f"{keys} has no position at or before a query, so nothing would be edited", "keys")
         if not seeing.all():
             self._case = msgspec.structs.replace(self._case, positions=queries[seeing])
         blind = queries[np.searchsorted(positions, queries, "right") == queries + 1]
@@ -1066,7 +1066,7 @@ class _OpBinder:
         return self._as_wide(vector, False, field)
 
     def _as_wide(self, vector: Vector, named: bool, field: str) -> Vector:
-        """Pad a vector with 0 to its point's width, outside the site ref's columns. A row of heads may be [H, E],
+        """Pad a vector with zeros outside the site ref's columns, to the point's width. A row of heads may be [H, E],
         except in a projection; a `named` vector may already have the point's width."""
         ref = self._refs[0]
         width, parts = self._sites.points[ref.point].width, self._sites.parts(ref.name)
@@ -1095,14 +1095,14 @@ class _OpBinder:
         return [self._mean(value.name, entry, ref, field) for ref in self._refs]
 
     def _mean(self, name: str, means: Means, ref: SiteRef, field: str) -> Vector:
-        """Return a site ref's mean, stored under any name of its point."""
+        """Return a site ref's mean, which may be stored under any name of the ref's point."""
         for label in self._sites.labels(ref.point):
             if label in means.rows:
                 return means.rows[label]
         raise MissingSource(f"{name!r} has no mean of {ref}; available: {', '.join(means.rows)}", field)
 
     def _rows_of(self, value: From) -> tuple[tuple[str, ...], np.ndarray]:
-        """Return the bank keys of another run's rows, and the row for each written position."""
+        """Return the bank keys of another run's rows, and the row index for each written position."""
         run, source = self._binder.run(value.run)
         read = self._refs if value.site is None else self._sites.resolve(value.site)
         self._check_alike(value, read)
@@ -1117,7 +1117,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_rows(self, value: SameRun) -> tuple[tuple[str, ...], np.ndarray]:
-        """Return the bank keys of rows this run stores for the op, and the row for each written position."""
+        """Return the bank keys of rows that this run stores for the op, and the row index for each written position."""
         if value.site.name in DERIVED:
             raise UnsupportedSite(f"{value.site} is computed only after the step, so the same run cannot read it")
         read, written = self._sites.resolve(value.site), self._case.positions
@@ -1160,7 +1160,7 @@ class _OpBinder:
         return positions
 
     def _check_alike(self, value: From | SameRun, read: list[SiteRef]) -> None:
-        """Raise if the source refs `read` do not fit the op's site."""
+        """Raise `ShapeError` or `UnsupportedSite` if the source refs `read` do not match the op's site."""
         written, sites = self._refs, self._sites
         if len(read) not in (1, len(written)):
             raise ShapeError(f"expected 1 or {len(written)} source layers, got {len(read)} ({value.site})")
@@ -1175,8 +1175,8 @@ class _OpBinder:
 
 
 def product_above(each: Above) -> float:
-    """Return the threshold of the product W h: the greatest fp32 number whose score, as computed by `run.probes`, does
-    not pass the comparison. Decisions then agree exactly with the rounded score."""
+    """Return the threshold for the product W h: the greatest fp32 number whose score, as computed by `run.probes`,
+    fails the comparison. Decisions then agree exactly with the rounded scores."""
     probe = each.probe
     if probe.activation == "softmax":
         raise ProgramError("a condition does not support softmax, which depends on all outputs", "activation")

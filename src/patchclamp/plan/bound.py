@@ -53,8 +53,8 @@ class PositionRange(NamedTuple):
     step: int = 0
 
 
-KEYS = 64  # attention rows' lengths are multiples of this, so that few lengths occur
-MAX_ATTENTION_BYTES = 1 << 30  # a program's attention rows
+KEYS = 64  # attention rows' lengths are multiples of this, to limit the number of distinct lengths
+MAX_ATTENTION_BYTES = 1 << 30  # attention rows of one program
 
 
 class AttentionReader(msgspec.Struct, frozen=True, tag="attention"):
@@ -80,7 +80,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     products: the number of rows of the matrix, or 0
     pool: an index into `POOLS` plus 1; 0: one row per position
     in_step: True if each step's rows are pooled to one on the device
-    probe: the name of the products' probe; "" if they belong to the site
+    probe: the name of the probe that the products belong to; "": none
     lens: True if the rows are for a lens rather than the site
     reader: computes the values to keep: features of an attached SAE, or a query's attention; None: the row itself
     top: the number of features, or keys per head; a row is their values, then their ids as int32 bits
@@ -100,7 +100,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
 
     @property
     def is_private(self) -> bool:
-        """True if the rows do not belong to the site."""
+        """True if the rows belong to a lens, a reader or a probe, not to the site's own capture."""
         return self.lens or self.reader is not None or bool(self.probe)
 
     @property
@@ -154,7 +154,7 @@ class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
-    """cos, sin: cosine and sine of the angle to the value's first row; if `relative`, of the angle to h"""
+    """Rotate h in the plane of the value's rows. cos, sin: of the angle to the first row or, if `relative`, to h."""
 
     kind: ClassVar[int] = ROTATE
     cos: float
@@ -163,7 +163,7 @@ class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
 
 
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
-    """streams: each point's noise stream (`noise_stream`), so that points get different noise
+    """Add noise. streams: each point's noise stream (`noise_stream`), so that points get different noise
     first_column: the first column of the worker's shard
     """
 
@@ -186,9 +186,9 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
     """Run an attached SAE's whole encoder (`runtime.dictionaries`): replace the row with its reconstruction, or change
     features.
 
-    name, content: the SAE's
+    name, content: the SAE's name and content hash
     ids: feature ids; () to reconstruct
-    gates: per feature, the offset, slope and otherwise (as in `Factored`) of its decoder row's multiple
+    gates: per feature, the (offset, slope, otherwise) of its decoder row's factor, as in `Factored`
     reads: True at the point where a transcoder only reads the row
     """
 
@@ -233,7 +233,7 @@ class Compare(msgspec.Struct, frozen=True, array_like=True, tag=TEST):
 
 
 class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
-    """Set bit `bit` of the row if its bits under `mask` equal `wanted`; with `negated`, if they do not."""
+    """Set bit `bit` of the row if the row's bits under `mask` equal `wanted` or, with `negated`, do not."""
 
     kind: ClassVar[int] = ALL
     bit: int
@@ -243,8 +243,8 @@ class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
 
 
 class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
-    """Keep the lowest position with bit `bit` set in the request's latch `latch`. With `last`, the latch holds twice
-    the greatest position plus that row's bit."""
+    """Keep the lowest position whose bit `bit` is set in the request's latch `latch`. With `last`, keep 2 · p + b
+    instead, for the highest position p and its bit b."""
 
     kind: ClassVar[int] = LATCH
     bit: int
@@ -409,7 +409,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def captured_width(self) -> dict[int, int]:
-        """The number of values captured per row, by point; 0: all. `check_one_way` ensures that it is unique."""
+        """The number of values captured per row, by point; 0: all. `check_one_way` ensures one number per point."""
         keeps = [(op.action, op.points) for op in self.ops if captures_site(op)]
         return {point: keep.products for keep, points in keeps if isinstance(keep, Keep) for point in points}
 
@@ -493,7 +493,7 @@ def position_array(ranges: tuple[PositionRange, ...]) -> np.ndarray:
 
 
 def position_ranges(positions: np.ndarray, rows: np.ndarray | None) -> tuple[PositionRange, ...]:
-    """Merge distinct positions, and the row for each position (None: row 0), into few ascending ranges."""
+    """Merge distinct positions, with a row index for each (None: row 0), into few ascending ranges."""
     if len(positions) == 0:
         return ()
     order = np.argsort(positions)
@@ -521,7 +521,7 @@ def captures_site(op: BoundOp) -> bool:
 
 
 def stored_op(op: BoundOp, ordinal: int) -> int:
-    """Return the ordinal for an op's stored rows."""
+    """Return the ordinal under which an op's rows are stored."""
     return ordinal + (PROBE if op.kind == CAPTURE and not captures_site(op) else 0)
 
 
@@ -663,8 +663,8 @@ def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = 
 
 
 def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tuple[PositionRange, ...]:
-    """Return the captured positions whose labels are checked: only near the prompt's two ends, since the engine waits
-    for the check, and outside images, where rows at `embed` are not token embeddings."""
+    """Return the captured positions whose labels are checked: near the prompt's two ends, since the engine waits for
+    the check, and not in images, whose rows at `embed` are not token embeddings."""
     positions = position_array(tuple(each for op in bound.ops if op.kind == CAPTURE for each in op.ranges))
     positions = positions[(positions < CHECKED) | (np.abs(positions - bound.prompt) < CHECKED)]
     of_images = np.concatenate([np.zeros(0, np.int64), *(np.arange(*span) for span in images)])

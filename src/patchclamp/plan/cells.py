@@ -54,8 +54,8 @@ class CellRecords(msgspec.Struct):
     keys: list[str]
 
     def take(self, which: Sequence[int | None]) -> CellRecords:
-        """Select cells, in this order, with their keys, in one group per number of records; None is a cell without a
-        program."""
+        """Select cells by index, in this order, with the keys they read; None adds a cell without a program. Cells with
+        equally many records form one group."""
         number = np.array([-1 if i is None else i for i in which])
         place, by_size = np.full(self.count + 1, -1), dict[int, list[CellGroup]]()
         for group in self.groups:
@@ -69,7 +69,7 @@ class CellRecords(msgspec.Struct):
                   for of in by_size.values()]  # fmt: skip
         indices = [index for group in groups for index in (group.key, group.beside)]
         used = np.unique(np.concatenate([[-1], *map(np.ravel, indices)]))[1:]
-        again = np.full(len(self.keys) + 1, -1)  # −1 stays
+        again = np.full(len(self.keys) + 1, -1)  # maps −1 to −1
         again[used] = np.arange(len(used))
         for group in groups:
             group.key, group.beside = again[group.key], again[group.beside]
@@ -106,7 +106,7 @@ class CellRecords(msgspec.Struct):
         return CellRecords(self.count, groups, self.keys)
 
     def after(self, first: CellRecords) -> CellRecords:
-        """Prepend the records of the single cell `first` to each cell's."""
+        """Prepend the records of the single cell `first` to each cell's records."""
         keys = {key: i for i, key in enumerate(self.keys)}
         [before] = first.groups or [None]
         if before is None:
@@ -167,7 +167,7 @@ class _Unplaced(dict[str, tuple[int, int]]):
 
 
 def _group(numbers: list[int], programs: Sequence[Sequence[BoundOp]], keys: dict[str, int]) -> CellGroup:
-    """Make the group of bound programs of one shape. `keys`: each bank key's index; new keys are added."""
+    """Make a group from bound programs of one shape. `keys`: each bank key's index; new keys are added."""
     parts = []
     for ordinal, ops in enumerate(zip(*programs, strict=True)):
         first = ops[0]
@@ -253,7 +253,7 @@ def joined(several: Sequence[CellRecords]) -> CellRecords:
     keys: dict[str, int] = {}
     groups, count = [], 0
     for cells in several:
-        numbers = np.array([*(keys.setdefault(key, len(keys)) for key in cells.keys), -1])  # −1 stays
+        numbers = np.array([*(keys.setdefault(key, len(keys)) for key in cells.keys), -1])  # maps −1 to −1
         for group in cells.groups:
             key, beside = numbers[group.key], numbers[group.beside]
             groups.append(CellGroup(group.number + count, group.records, group.point, key, beside))

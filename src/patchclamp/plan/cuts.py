@@ -37,7 +37,7 @@ class PassGroup(NamedTuple):
 
 
 class CutRequest(NamedTuple):
-    """A request: its prompt, its program, and a flag that allows its passes to start at a cut."""
+    """A request: its prompt, its program, and True if its passes may start at a cut."""
 
     prompt: Sequence[int]
     bound: BoundProgram | None

@@ -28,10 +28,10 @@ from patchclamp.language.tokens import (
 
 
 class Case(msgspec.Struct):
-    """Positions of a selection with the same condition.
+    """A selection's positions that share a condition.
 
-    ids: ascending; the token's id must be one of them; empty: no condition
-    others: the token's id must not be in `ids` instead
+    ids: the allowed token ids, ascending; empty: no condition
+    others: True if `ids` are excluded instead
     alone: True if these are all of the selection's positions, regardless of the generated tokens
     inside: True if the token must be inside the selection's `between`, False if outside; None: no such condition
     """

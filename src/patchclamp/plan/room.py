@@ -42,7 +42,7 @@ Sizes = Mapping[str, tuple[int, int]]  # by bank key: the number of rows and the
 def bank_sizes(
     bound: BoundProgram, vectors: Mapping[str, np.ndarray], sites: SiteMap, rows_of: Callable[[str, int], int]
 ) -> dict[str, tuple[int, int]]:
-    """Return the size of every bank key a bound program reads. `rows_of(run, point)`: the number of captured rows."""
+    """Return (rows, row width) of every bank key a bound program reads. `rows_of(run, point)` counts captured rows."""
     sizes: dict[str, tuple[int, int]] = {}
     for key in dict.fromkeys(key for op in bound.ops for key in op.keys):
         source, own = source_of(key), own_point(key)

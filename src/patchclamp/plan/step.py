@@ -115,7 +115,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def captures_nothing_ever(self) -> bool:
-        """True if nothing is captured in this step or any step that continues it."""
+        """True if nothing is captured in this step or any later step that reuses the plan."""
         return self.size == 0 and self.steady_steps == FOREVER
 
     def advanced(self, steps: int) -> StepPlan:
@@ -129,15 +129,15 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
     def target(self, range_number: np.ndarray, region_number: np.ndarray) -> np.ndarray:
-        """Return the offset of each range's rows in a region of the step's buffer; ranges and regions by number."""
+        """Return the offset of each range's rows in a region of the step's buffer, for range and region ids."""
         region = self.layout.region_of_number[region_number]
         return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
     @functools.cached_property
     def by_tap(self) -> tuple[np.ndarray, dict[int, tuple[int, int, int]]]:
-        """The layout if every tap allocates its point's memory, with rows in their own dtype: each region's offset,
-        [A], and (begin, middle, end) by point with captures. Bytes begin … middle−1 belong to the buffer; the rows to
-        reduce follow, up to `end`."""
+        """The layout if every tap allocates memory for its own point, with rows in their own dtype: each region's
+        offset, [A], and each captured point's (begin, middle, end). Bytes begin … middle−1 belong to the buffer; rows
+        to reduce follow, up to `end`."""
         layout, rows = self.layout, self.rows[self.layout.region_group]
         kept = np.flatnonzero(rows * (layout.pool[layout.region_group] == 0))
         points, first, count = np.unique(layout.point[kept], return_index=True, return_counts=True)
@@ -151,13 +151,13 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def kept(self) -> KeptRows:
-        """The rows to keep."""
+        """The capture ranges with rows in this step."""
         return _kept_rows(self.layout, self.begin, self.count)
 
     @functools.cached_property
     def reduced(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
         """The regions pooled or encoded in the step, each with its mode (`CaptureLayout.pool`), its results' capture
-        ranges, in order, and each result's number of rows."""
+        ranges, in order, and the number of rows behind each result."""
         layout, kept = self.layout, self.kept
         of_group = {group: kept.group == group for group in np.flatnonzero(layout.pool).tolist()}
         return [
@@ -214,10 +214,10 @@ class PlannedCaptures(msgspec.Struct):
 
 
 class KeptRows(NamedTuple):
-    """The capture ranges with rows in a step, [K] in layout order. A request's pooled op has only its first range, on
-    behalf of all its ranges.
+    """The capture ranges with rows in a step, [K] in layout order. A request's pooled op appears once, with its
+    first range.
 
-    ranges, group: the range, and its group
+    ranges, group: the indices of the range and its point group
     rows: the number of captured rows
     results: the number of kept rows: 1 if pooled
     span: the number of positions from the first captured row to the last

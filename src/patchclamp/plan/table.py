@@ -67,7 +67,7 @@ from patchclamp.plan.bound import (
 from patchclamp.store.tensors import PROBE
 
 READING = 32  # an encoder's work, in records
-READINGS = 1 << 24  # limit of reading ids, exact in a record's fp32 field
+READINGS = 1 << 24  # number of reading ids: the integers that are exact in a record's fp32 field
 
 
 class CaptureLayout(msgspec.Struct, dict=True, eq=False):
@@ -152,7 +152,7 @@ class _NumberPool:
 
     def __init__(self) -> None:
         self._returned = np.zeros(0, np.int64)
-        self._unsorted: list[np.ndarray] = []  # returned since the last `take`
+        self._unsorted: list[np.ndarray] = []  # ids returned since the last `take`
         self.end = 0
 
     def take(self, count: int) -> np.ndarray:
@@ -167,7 +167,7 @@ class _NumberPool:
 
 
 class _PointGroup(msgspec.Struct):
-    """A point group; `regions` are its regions' ids, `ranges` counts its ranges."""
+    """A point group. `regions`: the ids of its regions; `ranges`: the number of its ranges."""
 
     number: int
     points: np.ndarray
@@ -465,7 +465,7 @@ def _column(of_programs: Sequence[float]) -> np.ndarray:
 
 def match_records(records: np.ndarray, ids: Number, count: Number, expected: bool | np.ndarray) -> np.ndarray:
     """Make the `MATCH` record that precedes each record. The record then acts only if the token's id is among the given
-    ids, or if `expected` is False, is not. The bank holds the `count` ids, ascending, starting at offset `ids`."""
+    ids or, if `expected` is False, is not. The bank holds the `count` ids, ascending, starting at offset `ids`."""
     conditions = np.zeros_like(records)
     conditions["start"], conditions["stop"], conditions["kind"] = records["start"], records["stop"], MATCH
     fields = named(conditions, MATCH)

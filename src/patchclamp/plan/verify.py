@@ -83,7 +83,7 @@ class Decided(msgspec.Struct):
     latches: the depth and point where each latch is set, and the lowest position that sets it
     spans: the bit kept by each span's latch, and the depth where the latch is read
     probes: the names of the kept probes
-    reading: the op that keeps a probe, as long as only that probe's tests follow
+    reading: the op that keeps a probe, while only that probe's tests have followed
     """
 
     bits: dict[int, tuple[int, int]] = {}
@@ -309,8 +309,8 @@ def _keep(action: Keep, op: BoundOp, frame: Frame, width: int) -> None:
         frame.decided.reading = op
     if action.lens:
         _need(not (action.matrix or action.pool or action.probe or action.reader), "unexpected fields of a lens")
-        _need(not op.columns, "lens of a part of a row")
-        _need(not action.dtype, "lens of rounded rows")
+        _need(not op.columns, "lens on part of a row")
+        _need(not action.dtype, "lens on rounded rows")
         _need(all(map(frame.sites.lens_reads, op.points)), "lens at an unsupported point")
     _check_reader(action, op, frame)
     if action.in_step:
@@ -459,7 +459,7 @@ def _store(action: Store, op: BoundOp, frame: Frame, width: int) -> None:
     ends = list(itertools.accumulate(stop - start for start, stop, *_ in op.ranges))
     in_order = all(stop - start == 1 or step == 1 for start, stop, _, step in op.ranges)
     _need(in_order and [row for _, _, row, _ in op.ranges] == [0, *ends[:-1]], "rows stored out of order")
-    _need([own_point(key) for key in op.values] == list(op.points), "keys of different points")
+    _need([own_point(key) for key in op.values] == list(op.points), "keys that do not match the points")
     for key, point in zip(op.values, op.points, strict=True):
         _need(frame.sizes.get(key) == (count, width), f"shape mismatch: {count} rows stored in {frame.sizes.get(key)}")
         _need(frame.sites.points[point].rows == "tokens" and key not in frame.stored, f"{key} cannot be stored")
@@ -514,13 +514,13 @@ def _encoded(action: Encoded, op: BoundOp, frame: Frame, width: int) -> None:
 
 @_check_action.register
 def _attended(action: Attended, op: BoundOp, frame: Frame, width: int) -> None:
-    _need(not frame.sites.no_attention, "edits of attention are not supported by this engine")
+    _need(not frame.sites.no_attention, "attention edits are not supported by this engine")
     _need({frame.sites.points[point].kind for point in op.points} <= {ROTATED}, "attention at a point without queries")
-    _need(not op.values and op.condition is None and op.guard is None, "edit of attention with a value or a condition")
+    _need(not op.values and op.condition is None and op.guard is None, "attention edit with a value or a condition")
     size = frame.sites.sizes.d_head
-    _need((op.columns & 0xFFFF) % size == (op.columns >> 16) % size == 0, "part of a head")
+    _need((op.columns & 0xFFFF) % size == (op.columns >> 16) % size == 0, "columns that split a head")
     _need(all(0 <= first < end <= frame.limit for first, end in action.keys), "keys out of range")
-    _need(bool(op.ranges), "edit of attention without positions")
+    _need(bool(op.ranges), "attention edit without positions")
     for ranges in (action.keys, [each[:2] for each in op.ranges]):
         _need(all(a[1] <= b[0] for a, b in itertools.pairwise(ranges)), "duplicate queries or keys")
     _need(bool(action.keys) or action.factor is not None, "no keys to remove")

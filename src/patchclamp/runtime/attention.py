@@ -22,7 +22,7 @@ from patchclamp.kernels.attention import AttentionFacts, PatternEdit, edited, pa
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan.bound import AttentionReader
 
-MAX_SCORES, MAX_KEYS = 1 << 26, 1 << 28  # scores, and numbers of keys, computed at a time
+MAX_SCORES, MAX_KEYS = 1 << 26, 1 << 28  # scores, and elements of keys, computed at a time
 
 
 class Keys(Protocol):
@@ -59,7 +59,7 @@ class Queries(NamedTuple):
     count: np.ndarray
 
 
-Edits = Mapping[tuple[int, int], Sequence[PatternEdit]]  # of programs, by slot and point
+Edits = Mapping[tuple[int, int], Sequence[PatternEdit]]  # the programs' edits, by slot and point
 
 
 class AttentionReading:
@@ -128,7 +128,7 @@ class AttentionReading:
         return torch.cat([values, ids.view(torch.float32)], -1).reshape(*shape, -1)
 
 
-MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # of a result computed again, relative
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative, of recomputed results
 
 
 class EditedAttention(NamedTuple):
@@ -259,8 +259,8 @@ class AttentionEdits:
 
     def failures(self) -> Iterator[tuple[EditedAttention, PatchclampError | None]]:
         """End the step. Wait for its checks, and yield the edits that failed one, with the error: `TokensError` if a
-        query sees no keys or not all of a row, `UnsupportedSite` if pattern times values is not the engine's result,
-        None if a result is not finite."""
+        query sees no key or not all keys of a new row, `UnsupportedSite` if pattern times values is not the engine's
+        result, None if a result is not finite."""
         yield from self._failed
         checked, self._checked, self._failed = self._checked, [], []
         self._queries.clear()
@@ -281,8 +281,8 @@ class AttentionEdits:
                         UnsupportedSite(f"attention output does not equal pattern × values ({gap}): edit z", one.path),
                     )
                 elif blind_N.any():
-                    at = int(position_N[blind_N][0])
-                    yield one, TokensError(f"the token at position {at} sees no key, or not all of a row", one.path)
+                    blind = f"the token at position {position_N[blind_N][0]} sees no key, or not all keys of a new row"
+                    yield one, TokensError(blind, one.path)
                 elif not finite_N.all():
                     yield one, None
 

@@ -51,7 +51,7 @@ def _walk(value: Any, path: str, device: str, depth: int) -> Iterator[tuple[str,
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return a value's parts, each with its path suffix."""
+    """Yield a value's parts, each with its path suffix."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, (list, tuple)):
@@ -77,7 +77,7 @@ def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) 
 
 
 PATIENCE = 12  # replays for the same points before a copy is made, which costs about as much as 12 replays save
-MAX_NODES = 1 << 15  # of all copies together
+MAX_NODES = 1 << 15  # nodes in all copies together
 NODE_BYTES = 3600  # device memory of a copy per node (1.25 MiB for 368, vLLM 0.32 on an H200)
 MAX_COUNTED = 256  # sets of points whose replays a graph counts
 
@@ -90,9 +90,9 @@ class Recorded:
     def __init__(self) -> None:
         self._taps: dict[int, list[tuple[Any, int]]] = {}
         self._copies: collections.OrderedDict[_Copy, None] = collections.OrderedDict()  # least recently chosen first
-        self._dropped: list[tuple[torch.cuda.Event, _Copy]] = []  # with the event after their last replay
+        self._dropped: list[tuple[torch.cuda.Event, _Copy]] = []  # each with the event after its last replay
         self.active: np.ndarray = np.zeros(0, bool)
-        self.key: bytes = b""  # `active` as bytes
+        self.key: bytes = b""  # the `active` mask, as bytes
         self.cut: int = 0  # copies made
 
     def use(self, active: np.ndarray) -> None:
@@ -163,10 +163,10 @@ class TappedGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], recorded: Recorded) -> None:
         self._graph, self._taps, self._recorded = graph, taps, recorded
-        self.addresses: dict[str, int] | None = getattr(graph, "addresses", None)  # of its inputs, if checked
+        self.addresses: dict[str, int] | None = getattr(graph, "addresses", None)  # of the inputs, if checked
         self._all_points = frozenset(point for _, point in taps)
         self._key: bytes | None = None  # `Recorded.key` of the last choice
-        self._points = self._all_points  # its active points
+        self._points = self._all_points  # active points of the last choice
         self._copy: _Copy | None = None  # with the taps of only these points
         self._copies: dict[frozenset[int], _Copy] = {}
         self._replays: collections.Counter[frozenset[int]] = collections.Counter()

@@ -6,14 +6,14 @@ rotates, because with asynchronous scheduling the next step is prepared while th
 nothing is copied, except a new base when the capture ring wraps around.
 
 `Drain`: captured rows go from a ring on the device, over a side stream, into pinned memory that the store keeps. The
-engine's thread only queues work. Before a part of the ring is reused, the compute stream waits until its bytes have
+engine's thread only queues work. Before part of the ring is reused, the compute stream waits until its bytes have
 been copied. Beyond `pinned_bytes`, worker threads move the oldest slabs to ordinary memory. If they fall behind, the
 engine waits for them, so memory stays bounded and nothing is lost.
 
 `CudaStep`: a step's captures are allocated in the ring when it begins, and the tables hold their offset. Steps that
 reuse the plan get the memory that follows, so the tables do not change. Rows to be pooled or encoded come last, and
 only their results are kept: when the step ends, the rows' memory is reclaimed and never copied. If a step captures too
-much, such as a large prefill, every tap allocates its own part, and 64 MiB from the first layers are copied while later
+much, such as a large prefill, every tap allocates memory for its own rows, and chunks of 64 MiB are copied while later
 layers compute. If only the sampled rows do not fit, only their tap allocates.
 
     R maximum rows of a step · N maximum requests of a step · S slots · P points · O records
@@ -107,7 +107,7 @@ class CudaTables:
         for name, view in views.items():
             setattr(self, name, view)
         self._staging = [_Staging(MIN_STAGING_WORDS) for _ in range(DEPTH)]
-        self._ranked = False  # True if a sampled row has a rank other than 0
+        self._ranked = False  # True if any sampled row has a nonzero rank
         self.turns: int = 1  # the most sampled rows of a request in the step
         self._turn, self._rows, self.copies, self.rebased = 0, 0, 0, 0
         # cached launches of the kernel, with the addresses of these tables (`kernels.cuda.site`)
@@ -186,7 +186,7 @@ class CudaTables:
         return [(self._at["since"], since)] if (since[1:] < NEVER).any() else []
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
-        """Move coming steps' captures as if the planned step's captures started at byte `begin`."""
+        """Shift later steps' captures as if the planned step's captures started at byte `begin`."""
         self._send(self._targets(plan, begin)[1:])
         self.copies, self.rebased = self.copies - 1, self.rebased + 1
 
@@ -212,7 +212,7 @@ class CudaTables:
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
-        """Copy segments (the first word's index in the tables, words) to the device."""
+        """Copy segments to the device. A segment: the index of its first word in the tables, and its words."""
         chunks = sum(-(-len(words) // CHUNK) for _, words in segments)
         if not chunks:
             return
@@ -269,8 +269,8 @@ Allocation = tuple[torch.Tensor, int, HostBlock, int]
 class _FilledSlab:
     """A slab, its blocks, and the event after its last copy from the device.
 
-    data: its bytes while it is being filled, then None. Blocks and their views reference this tensor's memory object,
-        so the slab is unread once the object is freed
+    data: the slab's bytes while it is being filled, then None. Blocks and their views reference this tensor's memory
+        object, so the slab is unread once the object is freed
     """
 
     def __init__(self, slab: Slab) -> None:
@@ -312,7 +312,7 @@ class Drain:
         self._pinned_bytes = pinned_bytes
         self._pinned = PinnedSlabs(pinned_bytes)
         self._filled: list[_FilledSlab] = []  # the last one is being filled
-        self._filled_bytes = 0  # the sizes of all of them
+        self._filled_bytes = 0  # total size of these slabs
         self._next_checked = 0  # index of the next slab to check for reuse
         self._spills: collections.deque[tuple[Future[None], _FilledSlab]] = collections.deque()
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="patchclamp-spill")
@@ -327,7 +327,7 @@ class Drain:
         self._pinned.is_open = True
 
     def prepare(self) -> None:
-        """Allocate pinned memory ahead of coming captures."""
+        """Allocate pinned memory for later captures."""
         self._pinned.prepare()
 
     def allocate(self, size: int) -> Allocation:
@@ -516,12 +516,12 @@ class CudaStep:
         self.recording = False
         moves.warm(bank.data.device)
         self._plan: StepPlan | None = None
-        self._steps = 0  # since that plan was made
+        self._steps = 0  # steps since the plan was made
         self._upfront_bytes = 0  # bytes of captures that are allocated when a step begins
         self._begin = 0  # offset of the planned step's captures in the tables
         self._upfront: BufferSlice | None = None  # allocated when the step began
-        self._first_byte = 0  # of what was allocated when the step began, in the ring
-        self._scratch = 0  # bytes behind them that hold rows to be reduced
+        self._first_byte = 0  # first byte of the upfront allocation in the ring
+        self._scratch = 0  # bytes after the upfront captures, for rows to be reduced
         self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # allocated by taps, as `ScatteredSlices.parts`
         self._tapped: set[int] = set()  # points with such parts
 
@@ -532,7 +532,7 @@ class CudaStep:
     @property
     def memory(self) -> dict[str, int]:
         """Device memory in bytes, by purpose, without the bank."""
-        return {"captures on their way (ring)": self.drain.device_bytes, "tables": self.tables.bytes}
+        return {"captures in transit (ring)": self.drain.device_bytes, "tables": self.tables.bytes}
 
     @property
     def bytes(self) -> int:
@@ -617,7 +617,7 @@ class CudaStep:
             self._scratch = 0
 
     def _reduce_part(self, plan: StepPlan, point: int, memory: torch.Tensor, first_byte: int, zero: int) -> None:
-        """Reduce a point's rows in its own part, reclaim their memory, and keep the results."""
+        """Reduce a point's rows in the memory that its tap allocated, reclaim that memory, and keep the results."""
         numbers = [i for i, (region, *_) in enumerate(plan.reduced) if plan.layout.point[region] == point]
         base, (_, middle, end) = plan.by_tap[0], plan.by_tap[1][point]
         results = self._results(plan, numbers, base, memory, first_byte - zero)
@@ -733,14 +733,14 @@ class CudaStep:
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
         """Return the location of the step's captures on the host."""
-        upfront, self._upfront = self._upfront, None  # from here on only the caller references the blocks
+        upfront, self._upfront = self._upfront, None  # from now on only the caller references the blocks
         parts, self._tap_parts = self._tap_parts, []
         begin = plan.size - self._upfront_bytes
         if begin and any(
             point not in self._tapped and (upfront is None or self.tables.table.sampled[point])
             for point in plan.by_tap[1]
         ):
-            raise ModelError("rows to capture did not reach their taps")
+            raise ModelError("some rows to capture never reached their taps")
         if upfront is not None:
             self._reduce_upfront(plan)
             if not begin:

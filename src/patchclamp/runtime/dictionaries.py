@@ -20,7 +20,7 @@ from patchclamp.language.values import POOLS
 from patchclamp.plan.bound import BoundOp, Encoded, Keep
 from patchclamp.runtime.attention import AttentionReading
 
-MATRICES = ("encoder", "decoder", "skip")  # which may have the model's dtype
+MATRICES = ("encoder", "decoder", "skip")  # arrays that may have the model's dtype
 MAX_VALUES, MAX_ROWS = 1 << 25, 1 << 11  # features, and rows, computed at a time
 
 
@@ -126,7 +126,7 @@ class Dictionaries:
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self._device, self._size = device, size
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        # the parts of the memory: a run under way may still use an SAE that was detached
+        # each SAE's part of the memory; a run in flight may still use a detached SAE
         self._used: weakref.WeakKeyDictionary[DeviceSAE, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._of: dict[str, DeviceSAE] = {}
         # the readings of admitted programs
@@ -228,12 +228,12 @@ class Dictionaries:
 
 
 class _Held:
-    """An edit. A transcoder reads a row at one site, and edits the same token's row at a later site in the step. A
-    kernel calls both once per range of positions."""
+    """An SAE edit. A transcoder's edit reads a row at one site, and writes the same token's row at a later site of the
+    step. A kernel calls each method once per position range."""
 
     def __init__(self, sae: DeviceSAE, action: Encoded) -> None:
         self._sae, self._action = sae, action
-        self._held: dict[int, torch.Tensor] = {}  # by position, what is written there
+        self._held: dict[int, torch.Tensor] = {}  # rows to write, by position
 
     def edit(self, rows_ND: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         new_ND = self._sae.edited(self._action, rows_ND)

@@ -31,7 +31,7 @@ class Bank:
         self.data: torch.Tensor = torch.empty(numbers, dtype=torch.float32, device=device)
 
     def write(self, begin: int, neighbours: Sequence[torch.Tensor]) -> None:
-        """Write tensors of rows [n, W] back to back, starting at offset `begin`, async on the current stream."""
+        """Write tensors of rows [n, W] back to back, from offset `begin`, asynchronously on the current stream."""
         flat = [rows.reshape(-1) for rows in neighbours]
         numbers = flat[0] if len(flat) == 1 else torch.cat([rows.float() for rows in flat])
         if self.data.is_cuda and not numbers.is_cuda:
@@ -39,16 +39,16 @@ class Bank:
         self.data[begin : begin + numbers.numel()].copy_(numbers, non_blocking=True)
 
 
-POOLED_NUMBERS = 1 << 24  # converted to fp64 at once
+POOLED_NUMBERS = 1 << 24  # values converted to fp64 at a time
 LONG = 512  # the average length from which ranges are pooled one by one
 
 
-Encode = Callable[[int, torch.Tensor, Queries], torch.Tensor]  # the number of a reading, and rows [n, W]
+Encode = Callable[[int, torch.Tensor, Queries], torch.Tensor]  # reads rows [n, W] by reading id
 
 
 def reduced_rows(plan: StepPlan, steps: int, number: int, rows_NW: torch.Tensor, encode: Encode | None) -> torch.Tensor:
-    """Return the results of region `number` of `plan.reduced`, flat, in fp32: its rows pooled by op, or read. The step
-    is `steps` after the planned step."""
+    """Pool or encode the rows of `plan.reduced[number]`; return the results, flat, in fp32. `steps`: the number of
+    steps since the planned step."""
     region, how, ranges, count = plan.reduced[number]
     if how <= len(POOLS):
         return _pool(rows_NW, count, how).reshape(-1)
@@ -59,7 +59,7 @@ def reduced_rows(plan: StepPlan, steps: int, number: int, rows_NW: torch.Tensor,
 
 
 def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
-    """Return the sums, in fp64, or the maxima of groups of consecutive rows, whose sizes are `counts`, [R, W]."""
+    """Return the sum, accumulated in fp64, or maximum of each group of `counts[i]` consecutive rows, fp32 [R, W]."""
     if len(rows_NW) >= LONG * len(counts):  # the call below has one thread for each column of a range
         parts = rows_NW.split(counts.tolist())
         is_max = POOLS[pool - 1] == "max"
@@ -147,7 +147,7 @@ class HostStep:
     def __init__(self, table: ProgramTable, bank: Bank) -> None:
         self._table, self._bank = table, bank
         self._is_late = bank.data.device.type != "cpu"
-        self._late: dict[int, fused.Late] = {}  # of the current step, by point
+        self._late: dict[int, fused.Late] = {}  # late results of the current step, by point
         # for each step with pending flags: (slot, point) pairs, and the flags
         self._arriving: collections.deque[tuple[list[tuple[int, int]], Arriving]] = collections.deque()
 
@@ -184,7 +184,7 @@ class HostStep:
             rows = captures[begin : begin + int(plan.rows[plan.layout.region_group[region]]) * width].view(-1, width)
             results = reduced_rows(plan, self._steps, number, rows, self.encode)
             captures[int(plan.result[region]) :][: len(results)] = results
-        kept = captures[: plan.size].clone() if plan.scratch else captures  # frees the rest
+        kept = captures[: plan.size].clone() if plan.scratch else captures  # frees the scratch rows
         return BufferSlice(HostBlock(kept.cpu().view(torch.uint8)), 0) if plan.size else None
 
     def prepare(self) -> None:

@@ -114,7 +114,7 @@ def shard_op(op: BoundOp, shards: Sequence[Shard], sites: SiteMap) -> BoundOp:
     keeps_row = isinstance(op.action, Keep) and not op.action.matrix and reader is None
     if not op.points or sites.shard_count(op.points[0]) == 1 or keeps_row:
         return op
-    assert op.kind != APPLY or isinstance(op.action, Attended), "code runs where there is one worker"
+    assert op.kind != APPLY or isinstance(op.action, Attended), "code requires a single worker"
     shard = shards[op.points[0]]
     if isinstance(reader, AttentionReader):
         size = sites.sizes.d_head
@@ -188,7 +188,7 @@ class ResidentRows:
     ) -> dict[str, tuple[int, int]]:  # fmt: skip
         """Return the (offset, width) of the rows for each key that the ops read. The next `write` adds rows missing
         from the bank, from `vectors`, `remote` rows or a run. If rows are unavailable, raises the first `MissingSource`
-        after all other rows have their place."""
+        after placing all other rows."""
         addresses: dict[str, tuple[int, int]] = {}
         missing: MissingSource | None = None
         for key in dict.fromkeys([key for op in ops for key in op.keys]):
@@ -277,7 +277,7 @@ class Continuity:
 
     def __init__(self, table: ProgramTable) -> None:
         self._table = table
-        self._scheduled: list[str] | None = None  # requests of the last answer, in the scheduler's order
+        self._scheduled: list[str] | None = None  # the cached answer's requests, in the scheduler's order
         self._answer, self._answer_steps, self._answer_version = (False, True), 0, 0
         self.forget()
 
@@ -289,7 +289,7 @@ class Continuity:
         self._requests: list[str] = []
         self._source: PlannedCaptures | None = None
         self._chunk: CaptureChunk | None = None
-        self._chunk_end = 0  # the step after the plan's that the chunk could take next
+        self._chunk_end = 0  # the next step, counted from the planned step, that the chunk can take
 
     def start(self, requests: list[str], batch: Batch, plan: StepPlan, device_labels: bool) -> None:
         """Let later steps reuse this plan. `device_labels`: True if the device already has its rows' positions."""
@@ -317,10 +317,10 @@ class Continuity:
         self.steps += 1
         return "advanced"
 
-    # -- answers to the scheduler
+    # -- answers to the scheduler: (a program acts in the step, a graph may be used)
 
     def answer(self, requests: list[str] | None) -> tuple[bool, bool] | None:
-        """Return the last answer if valid for a step of these requests, in the scheduler's order, one token later."""
+        """Return the cached answer if it is valid one token later for these requests, in the scheduler's order."""
         if self._scheduled is None or self._answer_version != self._table.version or self._scheduled != requests:
             return None
         if not self._answer_steps:
@@ -389,7 +389,7 @@ class _Local(NamedTuple):
 
     ops: the program's ops at local points
     added: the number of ops that this worker has prepended
-    addresses: the (offset, width) of their keys' rows in the bank
+    addresses: the (offset, width) in the bank of the rows of the ops' keys
     token_bytes, readings, attention: as in `_InstalledProgram`
     """
 
@@ -431,7 +431,7 @@ class Runtime:
         self.steps_planned: int = 0
         self.dictionaries: Dictionaries = Dictionaries(self.device, limits.sae_bytes)
         self.resident: ResidentRows = ResidentRows(self.bank, sites, self._captured)
-        # by the engine's name of a request; its program has no effect at or after its stop position
+        # by the engine's request name; a program has no effect at or after its stop position
         self._admitted: dict[str, _InstalledProgram] = {}
         self._slot_of: dict[str, int] = {}
         self._stop_of: dict[str, int] = {}
@@ -631,7 +631,7 @@ class Runtime:
         """
         errors: dict[str, Exception] = {}
         by_shape: dict[Hashable, list[_Local]] = collections.defaultdict(list)
-        with contextlib.suppress(MissingSource):  # raised below, for each program that reads missing rows
+        with contextlib.suppress(MissingSource):  # raised below for each program that reads the rows
             self.resident.find(self._sources(arrivals))
         has_all = self._has_all
         for arrival in arrivals:
@@ -659,8 +659,8 @@ class Runtime:
         return [source for source in sources if self.captured_here(*source)]
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor], has_all: bool) -> _Local:
-        """Restrict a program to this worker, and assign places to the rows that it reads. `has_all`: `_has_all`."""
-        # rows to load may have had a place before, which is valid no more even if they cannot be loaded
+        """Restrict a program to this worker, and assign bank addresses to the rows it reads. `has_all`: `_has_all`."""
+        # rows to load may have an old address, which is invalid even if loading fails
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
         ops = arrival.bound.ops if has_all else [op.at(self.has_tap) for op in arrival.bound.ops]
@@ -721,7 +721,7 @@ class Runtime:
         for point, edits in attention.items():
             assert self.keys is not None
             mine = [op for op in ops if isinstance(op.action, Attended) and point in op.points]
-            # one call for all queries of a step, and those between: each call reads all keys
+            # one call per step, over all positions from the first query to the last: each call reads all keys
             ranges = (PositionRange(min(op.ranges[0].start for op in mine), max(op.ranges[-1].stop for op in mine)),)
             [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
             number, run = -next(code_numbers), arrival.bound.run
@@ -785,7 +785,7 @@ class Runtime:
                 self._code_stop[request] = code_stop
 
     def install_cells(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
-        """Write cells' records [N, R] at leased slots and places in the table. Their rows must be in the bank."""
+        """Write cells' records [N, R] at leased slots and record offsets. Their rows must be in the bank."""
         self.table.install_alike(records, counts, slots, begins)
         self.cell_errors.update(dict.fromkeys(slots.tolist()))
 

@@ -11,13 +11,13 @@ import torch
 
 from patchclamp.errors import Mislabelled
 
-TOLERANCE = 0.02  # of a row's length: bfloat16 rounds by 0.4 %, and different tokens are about as far apart as long
+TOLERANCE = 0.02  # relative to a row's norm: bfloat16 rounds by 0.4 %; different tokens differ by about a norm
 
 
 def mislabelled(
     captured: np.ndarray, rows_TD: torch.Tensor, positions: np.ndarray, expected_TD: torch.Tensor
 ) -> Mislabelled | None:
-    """Return an error if rows captured at positions `captured` are not the token embeddings at `positions`, else
+    """Return an error if the captured positions are not `positions`, or the rows are not their tokens' embeddings; else
     None."""
     if not np.array_equal(captured, positions):
         wrong = np.setxor1d(captured, positions)

@@ -1,7 +1,7 @@
 """Taps: hooks on a model's modules that pass tensors to the custom op. They are attached before anything is compiled.
 
 vLLM splits a traced graph at attention and compiles equal pieces once. A tap's point number would make every piece
-different. So the number is replaced by an index into its layer's list of points, and the list becomes a graph input: a
+different, so the number is replaced by an index into its layer's list of points, and the list becomes a graph input: a
 dummy tensor with the list as an attribute. Dynamo's code lacks these inputs; the compiled graph's caller adds them.
 Thus equal layers are compiled once, as in stock vLLM.
 """
@@ -123,7 +123,7 @@ def attach(
 
 
 def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
-    """Return the submodule at a path, or a `PPMissingLayer` on it. Raises `ModelError` with the available names."""
+    """Return the submodule at a path, or the `PPMissingLayer` in its place. Raises `ModelError` for an invalid path."""
     module, walked = model, []
     for name in path.split("."):
         children = dict(module.named_children())
@@ -166,7 +166,7 @@ def _argument(at: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def handed(
     args: tuple[Any, ...], kwargs: dict[str, Any], name: int | str, rows: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with one of them, given by index or name, replaced by `rows`."""
+    """Return a call's arguments, with the argument at an index or name replaced by `rows`."""
     if isinstance(name, str):
         return args, kwargs | {name: rows}
     return (*args[:name], rows, *args[name + 1 :]), kwargs
