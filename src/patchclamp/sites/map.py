@@ -396,8 +396,7 @@ class SiteMap:
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def depth(self, point: int) -> int:
-        """Return a point's rank in computation order. Points of a layer share a rank; the stream before the layer
-        has its own."""
+        """Return a point's rank in computation order, equal for all points of a layer except the stream before it."""
         kind, layer = self.points[point].kind, self.points[point].layer
         if layer is None:
             return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)
