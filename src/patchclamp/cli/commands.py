@@ -275,7 +275,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
         if steer["scales"] and steer["prompts"] is None:
             raise ProgramError("requires --prompts, the texts to steer", "--scales")
         if drawn and not study.held_out and steer["prompts"] is None:
-            raise ProgramError("nothing to plot: hold out prompts, or pass --prompts", "held_out")
+            raise ProgramError("expected held-out prompts or --prompts: otherwise nothing can be plotted", "held_out")
 
 
 @contextmanager

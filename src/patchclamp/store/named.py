@@ -39,7 +39,7 @@ class Means(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         rows = list(self.rows.values())
         if not rows or not all(isinstance(row, Vector) and row.shape == (rows[0].shape[-1],) for row in rows):
-            raise ShapeError("expected at least one site, and for each a vector [D] of the same width")
+            raise ShapeError("expected one or more sites, and for each a vector [D] of the same width")
         if not all(isinstance(ref, str) for ref in self.rows):
             raise ProgramError("expected the sites of means as strings")
 
