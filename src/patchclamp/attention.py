@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from patchclamp.language import SiteOp, Tokens
     from patchclamp.sites import SiteMap, SiteRef
 
-MAX_SHOWN = 1 << 21  # values of a picture whose captures were not named
+MAX_SHOWN = 1 << 21  # values in a picture for which the caller named no captures
 
 
 class AttentionResult(NamedTuple):
@@ -47,7 +47,7 @@ class AttentionResult(NamedTuple):
 
 
 class ReadRun(Protocol):
-    """The part of a `Run` that its attention uses."""
+    """The part of a `Run` that reads of attention use."""
 
     @property
     def model(self) -> Model: ...
@@ -63,12 +63,12 @@ class ReadRun(Protocol):
 
 class AttentionRead(Mapping[str, AttentionResult]):
     """`run.attention`: results by site, such as "pattern[3]" or "pattern[3, 1]", or by the path of a capture, such as
-    "capture[0]"; read on access. A site returns its last capture; earlier ones are listed by path."""
+    "capture[0]". Results are read on access. A site returns its last capture; earlier captures are listed by path."""
 
     def __init__(self, run: ReadRun, ops: list[tuple[int, BoundOp]]) -> None:
         """`ops`: the run's attention captures, each with the index of its stored rows."""
         self._run = run
-        # by site and layer, the heads and the op that captured them, later ones first
+        # by site and layer, (stored row index, reader, op) of each capture, the last first
         self._ops: dict[tuple[str, int | None], list[tuple[int, AttentionReader, BoundOp]]] = {}
         for number, op in reversed(ops):
             assert isinstance(op.action, Keep)
@@ -82,7 +82,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         found, *_ = several = self.of_layers(at, path)
         if isinstance(at.layers, int):
             return found._replace(values=found.values.copy())
-        largest = [each.keys for each in several if each.keys is not None and each.keys.ndim > 1]  # of `top`
+        largest = [each.keys for each in several if each.keys is not None and each.keys.ndim > 1]  # captures with `top`
         keys = np.stack(largest) if largest else found.keys
         return AttentionResult(str(at), found.positions, keys, np.stack([each.values for each in several]))
 
@@ -90,7 +90,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         try:
             at, path = self._run.of_attention(name) or (parse_site(name), "")  # pyright: ignore[reportArgumentType]
             return all(self._found(at, ref, path) is not None for ref in self._refs(at))
-        except PatchclampError:  # it is no site of this model
+        except PatchclampError:  # not a site of this model
             return False
 
     def get(self, name: Any, default: Any = None) -> Any:
@@ -117,7 +117,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         """Return plot data of whole patterns, such as "pattern[3]": the mean over heads, and each head. Without names,
         patterns with the same queries are plotted, as many as a page holds.
 
-        Raises: `ProgramError` if there are none: spans, the largest keys and scores cannot be plotted.
+        Raises `ProgramError` without whole patterns: spans, the largest keys and scores cannot be plotted.
         """
         tokens, queries, maps = self._run.token_strings, list[int](), dict[str, np.ndarray]()
         for name in names or self:
@@ -143,23 +143,23 @@ class AttentionRead(Mapping[str, AttentionResult]):
         )  # fmt: skip
 
     def plot(self, path: str | Path | None, *names: Site | str) -> Any:
-        """Draw the patterns into a file, PNG, SVG or PDF; without a path, return IPython's `Image`."""
+        """Draw the patterns into a PNG, SVG or PDF file. Without a path, return IPython's `Image`."""
         return save_picture(self.picture(*names), path)
 
     def to_html(self, path: str | Path | None, *names: Site | str) -> Any:
-        """Write a page of the patterns and the text into a file; without a path, return IPython's `HTML`."""
+        """Write a page with the patterns and the text to a file. Without a path, return IPython's `HTML`."""
         return save_page(self.picture(*names), path)
 
     def _repr_html_(self) -> str | None:
-        """Return the text, where hovering over a token shows its attention; None without patterns, for plain text."""
+        """Return the text as HTML, with a token's attention on hover; None (plain text) without patterns."""
         try:
             return self.picture().text()
         except ProgramError:
             return None
 
     def of_layers(self, at: Site, path: str = "") -> list[AttentionResult]:
-        """Return the results of a site's layers, from the capture at `path` or the last captures. All layers means the
-        captured layers. Values may be views of the run's rows. Raises `ProgramError` if queries or keys differ."""
+        """Return the results of a site's layers, from the capture at `path` or the last captures. A site without layers
+        means all captured layers. Values may be views of the rows. Raises `ProgramError` if queries or keys differ."""
         several = [self._read(at, ref, path) for ref in self._refs(at)]
         keys = [each.keys is not None and (each.keys.ndim > 1 or each.keys.tobytes()) for each in several]
         if len({(*each.positions, each.values.shape, of) for each, of in zip(several, keys, strict=True)}) > 1:
@@ -184,7 +184,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return first // sizes.d_head, end // sizes.d_head
 
     def _found(self, at: Site, ref: SiteRef, path: str) -> tuple[int, AttentionReader, BoundOp] | None:
-        """Return the last capture of all heads of a site, with the index of its stored rows, or None."""
+        """Return the last capture that has all heads of a site, with the index of its stored rows; None without one."""
         first, end = self._heads(ref)
         kept = self._kept(at, ref, path)
         return next((each for each in kept if each[1].first <= first and end <= each[1].first + each[1].heads), None)
@@ -229,5 +229,5 @@ def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | n
 
 
 def _range_of(index: np.ndarray) -> np.ndarray | slice:
-    """Return consecutive indices as a slice, which avoids a copy; other indices unchanged."""
+    """Convert consecutive indices to a slice, which avoids a copy. Other indices are returned unchanged."""
     return slice(int(index[0]), int(index[-1]) + 1) if len(index) and (np.diff(index) == 1).all() else index

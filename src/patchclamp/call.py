@@ -1,4 +1,4 @@
-"""The arguments of a call, and their parsing: each is one value for all prompts, or a list with one per prompt."""
+"""The arguments of a call, and their parsing. An argument is one value for all prompts, or a list with one each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CallArguments(TypedDict, total=False):
 
 
 def count_of(sampling: dict[str, Any]) -> int:
-    """Return a prompt's number of runs, and remove `n` from its sampling parameters."""
+    """Remove `n` from a prompt's sampling parameters, and return it: the number of runs of the prompt."""
     count = sampling.pop("n", None)
     count = 1 if count is None else count
     if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
@@ -73,7 +73,7 @@ def samplings_of(sampling: Any, prompts: int, **given: Any) -> Sequence[Mapping[
 
 
 def plain(value: Any) -> Any:
-    """Convert a value, NumPy's included, to plain Python numbers, lists and dicts."""
+    """Convert a value, including NumPy scalars and arrays, to plain Python numbers, lists and dicts."""
     if isinstance(value, Mapping):
         return {name.item() if isinstance(name, np.generic) else name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -112,7 +112,7 @@ def is_token_id(value: object) -> bool:
 
 
 def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
-    """Return the edits, captures or scores of each prompt, from one list for all or a list of lists, one per prompt."""
+    """Return the edits, captures or scores of each prompt, given one list for all prompts or a list for each."""
     if items is not None and not isinstance(items, (str, Site, At, Op, list, tuple, Mapping)):
         unordered = name == "capture" and isinstance(items, (set, frozenset))
         items = sorted(items, key=str) if unordered else as_items(items, name)
@@ -126,7 +126,7 @@ def per_prompt(items: Any, prompts: int, name: str) -> Sequence[Any]:
 
 
 def conditions_of(stop_when: Any, prompts: int) -> list[ProbeCondition | None]:
-    """Return each prompt's stopping condition, if any."""
+    """Return each prompt's stopping condition, or None."""
     each = list(stop_when) if isinstance(stop_when, (list, tuple)) else [stop_when] * prompts
     if len(each) != prompts:
         raise ProgramError(f"expected one condition per prompt ({prompts}), got {len(each)}", "stop_when")
@@ -134,7 +134,7 @@ def conditions_of(stop_when: Any, prompts: int) -> list[ProbeCondition | None]:
 
 
 def top_logprobs_of(logprobs: Any, scores: Sequence[Any], name: str = "logprobs") -> list[int | None]:
-    """Return each prompt's number of top tokens to report at each token; 0: only that token; None: no
+    """Return, for each prompt, the number of top tokens to report at each token; 0: only the token itself; None: no
     log-probabilities. `scores`: each prompt's tokens to score; `name`: the argument's name."""
     each = logprobs if isinstance(logprobs, (list, tuple)) else [logprobs] * len(scores)
     if len(each) != len(scores):

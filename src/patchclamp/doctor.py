@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers")
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The findings, in order."""
+    """The findings, in the order of the checks."""
 
     findings: tuple[Finding, ...]
 

@@ -2,11 +2,11 @@
 
     PatchclampError
     ├── ProgramError        400  invalid program or argument
-    │   ├── UnknownName     400  unknown name of a site, a field, an option or a metric
-    │   ├── ShapeError      400  a vector shape that does not match the site or the selection
+    │   ├── UnknownName     400  unknown site, field, option or metric
+    │   ├── ShapeError      400  a vector whose shape does not match the site or the selection
     │   └── TokensError     400  a selection or token ids that are invalid for this prompt
     ├── NoKey               401  no API key was given to a server that requires one
-    ├── Unlisted            403  a list that a server without API keys does not return
+    ├── Unlisted            403  a list that servers without API keys do not return
     ├── UnsupportedSite     422  a known site that this model, engine or position lacks
     ├── UnsupportedStudy    422  a study that a server or an engine does not run
     ├── MissingSource       404  a run or vector that does not exist
@@ -19,8 +19,8 @@
     │   ├── SeamMoved       500  this vLLM lacks, or has changed, a function that patchclamp wraps
     │   └── AddressMoved    500  a CUDA graph would read memory that the step did not fill
     └── RunError            500  a request failed while it ran
-        ├── NotFinite       422  numbers overflow because of the program: edits, or captures in float16
-        └── Mislabelled     500  a self-check found captured rows that are not those of their tokens
+        ├── NotFinite       422  values overflow because of the program: its edits, or its float16 captures
+        └── Mislabelled     500  a self-check found captured rows with the labels of other tokens
 
 The number is the HTTP status of a server's response. `path` points into the program: `edits[2].at`.
 """
@@ -33,7 +33,7 @@ from pathlib import Path
 
 
 class PatchclampError(Exception):
-    """Base of every error. `path` is the place in the program that caused it, `status` its HTTP status."""
+    """Base class of all errors. `path`: the location in the program that caused it; `status`: its HTTP status."""
 
     status = 500
 
@@ -143,11 +143,11 @@ TREE: dict[str, type[PatchclampError]] = {
 }  # fmt: skip
 
 
-MAX_WORD = 200  # longest word compared with known ones, in characters: the comparison is quadratic
+MAX_WORD = 200  # characters of the longest name to suggest replacements for: comparing takes quadratic time
 
 
 def near(word: object, known: Iterable[str]) -> str:
-    """Return the text ` (did you mean 'x'?)` if a known word is close, else ""."""
+    """Return the text ` (did you mean 'x'?)` if `known` has a similar name, else ""."""
     if not isinstance(word, str) or len(word) > MAX_WORD:
         return ""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
@@ -162,7 +162,7 @@ def unknown(what: str, word: object, known: Iterable[str], path: str | None = No
 
 
 def not_finite(site: str) -> NotFinite:
-    """Return the error of a run whose edits at a site overflow. The rows are left unedited."""
+    """Return the error for a run whose edits at a site overflow. Its rows were left unedited."""
     return NotFinite(f"the edits at {site} produce values that are not finite; they were not written")
 
 
@@ -177,7 +177,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def as_patchclamp_error(error: BaseException) -> PatchclampError:
-    """Convert an exception: a foreign one becomes a `RunError` with its description, and with itself as cause."""
+    """Convert an exception to a `PatchclampError`: a foreign one to a `RunError` with its description, caused by it."""
     if isinstance(error, PatchclampError):
         return error
     run_error = RunError(describe_error(error))

@@ -38,16 +38,16 @@ from patchclamp.run import Run
 from patchclamp.runtime.taps import find
 from patchclamp.version import __version__
 
-MAX_ERROR = 1e-4  # of log-probabilities, in fp32
-MAX_RTOL = 1e-4  # of a projection's output, from the rows at its site
+MAX_ERROR = 1e-4  # largest difference of log-probabilities, in fp32
+MAX_RTOL = 1e-4  # largest relative difference between a projection's output and the rows at its site
 RANDOM_PROMPTS, RANDOM_TOKENS = 4, 16
-INPUT = {"attn_out": "z", "mlp_out": "neurons"}  # the site at the input of a projection, by the site at its output
+INPUT = {"attn_out": "z", "mlp_out": "neurons"}  # site at a projection's input, by the site at its output
 STREAM = ("resid_pre", "resid_mid", "resid_post")
-ENDINGS = ("wpe", "embed_positions")  # of the path of a table of learned positions
-# Config flags that give the projections of a block biases, in Transformers' class and in vLLM's
+ENDINGS = ("wpe", "embed_positions")  # last name in the path of a table of learned positions
+# Config flags that give a block's projections biases, in the Transformers class and in the vLLM class
 BIAS_FLAGS = {"attn_out": "attention_bias", "mlp_out": "mlp_bias"}
 WITH_FLAGS = ("LlamaForCausalLM",)
-# vLLM's classes read the embedding as the unembedding, whatever the config says
+# vLLM's classes that tie the unembedding to the embedding, regardless of the config
 ALWAYS_TIED = ("CohereForCausalLM", "Cohere2ForCausalLM", "Gemma2ForCausalLM")
 CARD = """---
 base_model: {model}
@@ -86,7 +86,7 @@ class Exported(msgspec.Struct, frozen=True):
     folder: the checkpoint
     kl: the mean KL(original ‖ exported) of the next token over the prompts, in nats
     error: the largest difference of a log-probability from the program's, with the weights in fp32
-    stored_error: the same, with the weights in their stored dtype
+    stored_error: the same difference, with the weights in their stored dtype
     """
 
     folder: Path
@@ -96,7 +96,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 class _Edit(NamedTuple):
-    """path: the op's path in its program · change: edits rows [N, D] in fp64, with or without the constant part"""
+    """One edit. path: of the op in its program; change: edits rows [N, D] in fp64, with or without the constant."""
 
     path: str
     change: Callable[[torch.Tensor, bool], torch.Tensor]
@@ -107,7 +107,7 @@ def export(
     chat: bool = False, bank: Mapping[str, Any] | None = None, dtype: str | None = None,
     skip_tokenizer_init: bool = False,
 ) -> Exported:  # fmt: skip
-    """Write a checkpoint that reproduces, without patchclamp, a model with a program applied.
+    """Write a checkpoint that, without patchclamp, behaves like a model with a program applied.
 
     Supports `Add`, `Ablate` and `LowRank` on all tokens at `attn_out` and `mlp_out`, where no norm follows the
     projection; `Ablate` at `embed`; and `Ablate` at every `resid_pre`, `resid_mid` and `resid_post`, with the same
@@ -131,7 +131,7 @@ def export(
     if as_flag(chat, "chat") and not asked:
         raise ProgramError("expected prompts to send as chats, got none", "chat")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ProgramError(f"expected an empty folder or none, got {out}", "out")
+        raise ProgramError(f"expected an empty or new folder, got {out}", "out")
     name, own_bank = (model.model.name, model.bank) if isinstance(model, LM) else (model, None)
     made = read_program(program, "program")
     stored = None if dtype is None else getattr(torch, as_dtype(dtype))
@@ -154,7 +154,7 @@ def export(
     stored = original if stored is None else stored
     for tensor in net.state_dict().values():
         if tensor.is_floating_point():
-            tensor.copy_(tensor.to(stored))  # but not buffers that are computed, such as rotary frequencies
+            tensor.copy_(tensor.to(stored))  # not computed buffers, such as rotary frequencies
     expected = _logprobs(net, ids)
     was_there = out.exists()
     try:
@@ -167,7 +167,7 @@ def export(
             del net
             found = _logprobs(_load(folder)[0], ids)
             if not _largest(found, expected) <= MAX_ERROR:
-                raise ModelError(f"the checkpoint differs by {_largest(found, expected):.2g} in a log-probability")
+                raise ModelError(f"the saved checkpoint changes a log-probability by {_largest(found, expected):.2g}")
             count = len(asked) or RANDOM_PROMPTS
             measured = float(np.mean([kl(p, q) for p, q in zip(before[:count], found, strict=False)]))
             result = Exported(out, measured, error, _largest(found, wanted))
@@ -190,7 +190,7 @@ def export(
 
 
 class _Plan:
-    """A program's edits at each projection (site and layer), at the embedding, and of every write to the stream.
+    """A program's edits, sorted by projection (site and layer), embedding, and writes to the stream.
 
     Raises `ProgramError` or `UnsupportedSite` for an op that weights cannot express, with its path.
     """
@@ -198,17 +198,17 @@ class _Plan:
     def __init__(self, lm: LM, program: Program) -> None:
         self._lm, self._sites = lm, lm.sites
         if program.capture:
-            raise ProgramError("expected a program without captures, which a checkpoint cannot make", "capture[0]")
+            raise ProgramError("a checkpoint cannot capture: remove the program's captures", "capture[0]")
         if not program.edits:
             raise ProgramError("expected at least one edit", "edits")
         rng = np.random.default_rng(1)
         self._prompt: list[int] = rng.integers(lm.model.d_vocab, size=RANDOM_TOKENS).tolist()
-        lm.run(self._prompt, max_tokens=1, edits=program.edits)  # raises what is wrong with the program itself
-        self.program = Program()  # without names
+        lm.run(self._prompt, max_tokens=1, edits=program.edits)  # raises any error of the program itself
+        self.program = Program()  # the program with names resolved
         self.at: dict[tuple[str, int], list[_Edit]] = {}
         self.embed: list[_Edit] = []
-        self._stream: dict[int, str] = {}  # points that are ablated, with the op's path
-        self._basis: np.ndarray | None = None  # of these ablations
+        self._stream: dict[int, str] = {}  # the op's path, by ablated point
+        self._basis: np.ndarray | None = None  # directions of these ablations
         self._captures: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
         for i, given in enumerate(program.edits):
             for path, op in lm.bank.expanded(given, f"edits[{i}]"):
@@ -246,7 +246,7 @@ class _Plan:
     def _change(self, op: Add | Ablate | LowRank) -> Callable[[torch.Tensor, bool], torch.Tensor]:
         if isinstance(op, Add):
             if op.norm is not None:
-                raise ProgramError("Add with norm='match' cannot be exported, since it depends on the row", "norm")
+                raise ProgramError("Add with norm='match' cannot be exported, because it depends on the row", "norm")
             added_D = op.scale * _rows(op.value)[0]
             return lambda h_ND, constant: h_ND + added_D if constant else h_ND
         if isinstance(op, Ablate):
@@ -267,7 +267,7 @@ class _Plan:
         assert isinstance(op, SiteOp)
         if not isinstance(op, Ablate) or op.strength != 1.0:
             raise UnsupportedSite(
-                f"{type(op).__name__} at {op.at} cannot be exported, since it accumulates over layers: expected an "
+                f"{type(op).__name__} at {op.at} cannot be exported, because it accumulates over layers: expected an "
                 "Ablate with strength 1, or attn_out or mlp_out", "at"
             )  # fmt: skip
         basis = _rows(orthonormal(op.directions)).numpy()
@@ -288,13 +288,13 @@ class _Plan:
                 "resid_pre, resid_mid and resid_post", path
             )  # fmt: skip
         if self.embed:
-            raise ProgramError("expected either embed or the stream, got both", self.embed[0].path)
+            raise ProgramError("expected ablations at embed or of the stream, got both", self.embed[0].path)
         written = [(name, layer) for name in INPUT for layer in self._sites.layers_with(name)]
         change = self._change(Ablate(basis, Site("attn_out")))
         run = self._captured(Site("resid_pre", 0), Site("resid_post", -1), *{Site(name) for name, _ in written})
         end, start = run[f"resid_post[{self._sites.layers - 1}]"], run["resid_pre[0]"]
         if not _is_close(sum((run[f"{name}[{layer}]"] for name, layer in written), start), end):
-            raise UnsupportedSite("the stream is not the sum of embed, attn_out and mlp_out", path)
+            raise UnsupportedSite("this model's stream is not the sum of embed, attn_out and mlp_out", path)
         self.embed.append(_Edit(path, change))
         for place in written:
             self.at.setdefault(place, []).append(_Edit(path, change))
@@ -331,7 +331,7 @@ class _Plan:
         return self._sites.family.points[INPUT[name]].transformers.module.format(l=layer)
 
     def apply(self, net: Any) -> list[str]:
-        """Edit a model's weights. Returns a line of text for each kind of change."""
+        """Edit a model's weights. Return a line of text for each kind of change."""
         changes = []
         with torch.no_grad():
             if self.embed:
@@ -366,7 +366,7 @@ class _Plan:
         weight_ID, bias_D = _matrix(module)
         constant_D = torch.zeros(weight_ID.shape[1]).double() if bias_D is None else bias_D.double()
         edited_ID, constant_D = _edited(weight_ID, edits), _edited(factor * constant_D[None], edits, True)[0] / factor
-        weight_ID.copy_(edited_ID)  # a view of the module's own
+        weight_ID.copy_(edited_ID)  # a view of the module's weight
         if bias_D is None and constant_D.any():
             _add_biases(net, self, name, edits[0].path)
             _, bias_D = _matrix(module)
@@ -379,7 +379,7 @@ def _rows(vector: Any) -> torch.Tensor:
 
 
 def _shown(data: Any) -> Any:
-    """Return a program's plain data with truncated vectors."""
+    """Return a program's plain data with its vectors truncated, for the model card."""
     if isinstance(data, dict):
         return {name: _shown(value) for name, value in data.items()}
     if isinstance(data, list):
@@ -388,7 +388,7 @@ def _shown(data: Any) -> Any:
 
 
 def _add_biases(net: Any, plan: _Plan, name: str, path: str) -> None:
-    """Give every projection of a kind of block a zero bias, as the config's flag does."""
+    """Give every projection of a kind of block a zero bias, as the config flag does."""
     if type(net).__name__ not in WITH_FLAGS:
         raise UnsupportedSite(
             f"{type(net).__name__} has no bias at {name}, which a constant requires: export an Ablate, or a "
@@ -403,7 +403,7 @@ def _add_biases(net: Any, plan: _Plan, name: str, path: str) -> None:
 
 
 def _matrix(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return views of a projection's weight, as it multiplies rows, [I, D], and of its bias [D]."""
+    """Return views of a projection's weight, [I, D] to multiply rows from the right, and of its bias [D] or None."""
     weight = module.weight.detach()
     bias = None if getattr(module, "bias", None) is None else module.bias.detach()
     return weight if type(module).__name__ == "Conv1D" else weight.T, bias
@@ -456,5 +456,5 @@ def _program_logprobs(lm: LM, prompts: list[list[int]], program: Program) -> lis
 
 
 def _largest(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
-    """Return the largest difference of log-probabilities; infinite ones (masked logits) must be equal."""
+    """Return the largest difference of log-probabilities. Infinite ones (masked logits) must be equal."""
     return max(float(np.abs(np.where(a == b, 0.0, a - b)).max()) for a, b in zip(found, wanted, strict=True))

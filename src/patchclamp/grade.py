@@ -30,15 +30,15 @@ from patchclamp.sites.map import LENS
 from patchclamp.store.named import SourceRun
 
 AT_ONCE = 512  # requests per batch
-FULL_BYTES = 1 << 28  # of full distributions captured at a time
+FULL_BYTES = 1 << 28  # of full distributions that are captured at a time
 UNDER_WAY = 2  # batches in flight
-BATCH_S = 2.0  # target time of a batch: a killed process loses the batches in flight
+BATCH_S = 2.0  # target time of a batch; short, because a killed process loses the batches in flight
 FIRST, GROWTH = 4, 4  # items of the first batch; largest growth factor from one batch to the next
 Item = TypeVar("Item")
 
 
 def read_scores(score: Any, bare: Any, d_vocab: int) -> tuple[tuple[int, ...], ...]:
-    """Return each score's token ids, given a text, an id, or a list of ids. `bare`: encodes without special tokens."""
+    """Return the token ids of each score (a text, an id, or a list of ids). `bare` encodes without special tokens."""
     if isinstance(score, (set, frozenset)):
         raise TokensError(f"expected a list of answers, got a set {score!r:.100}", "score")
     items = [score] if isinstance(score, str) or is_token_id(score) else as_items(score, "score")
@@ -76,7 +76,7 @@ def bound_job(
     name: str, prompt: Prompt, programs: Iterable[Any], scores: Sequence[Sequence[tuple[tuple[int, ...], int]]],
     max_tokens: int, kl: bool, top: int, bindings: Bindings,
 ) -> GradeJob:  # fmt: skip
-    """Create a prompt's job, with every program bound to it. Errors have the program's path. `scores`: as in
+    """Create a grading job: a prompt, with every program bound to it. Errors have the program's path. `scores`: as in
     `sequences_of`."""
     vectors: dict[str, np.ndarray] = {}
     code: dict[int, Code] = {}
@@ -100,20 +100,20 @@ def bound_job(
 
 
 class _ByRequests:
-    """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs, one request reads
-    all of a score's tokens from its prompt log-probabilities; many programs may be computed from a cut instead.
+    """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs, a single request
+    reads all tokens of a score from prompt log-probabilities; many programs may be computed from a cut instead.
 
-    questions: for each request, the suffix, the tokens to score, the number of likeliest tokens, and True to read
-        prompt log-probabilities
+    questions: for each request, the suffix, the tokens to score, the number of top tokens, and True to read prompt
+        log-probabilities
     """
 
     def __init__(self, engine: Engine, job: GradeJob, table: GradeTable) -> None:
         self._engine, self.job, self.table = engine, job, table
         reads_prompts = job.count < MIN_SHARED and LENS not in engine.sites.withdrawn and not _edits_logits(engine, job)
-        self._scored: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # scores and tokens, by the tokens before
-        if job.kl:  # of the prompt's own next token: the first question
+        self._scored: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # (score, token) pairs, by suffix before them
+        if job.kl:  # the first question is the prompt's own next token
             self._scored[()] = []
-        self._read: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # scores and positions, by all tokens
+        self._read: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # (score, position) pairs, by whole suffix
         for i, terms in enumerate(job.terms):
             for number, offset, token in terms:
                 suffix = job.suffixes[number]
@@ -127,9 +127,9 @@ class _ByRequests:
             for suffix, of in self._scored.items()
         ]
         if job.top or not self.questions:
-            self.questions.append(((), (), max(job.top, 1), False))  # engines do not report the likeliest beside scores
+            self.questions.append(((), (), max(job.top, 1), False))  # engines report no top tokens beside scores
         self._base: np.ndarray | None = None
-        if job.kl:  # which compares with the distribution of row 0
+        if job.kl:  # needs the distribution of row 0
             table.done[0] = False
         self.left: np.ndarray = np.flatnonzero(~table.done[0 if job.has_baseline else 1 :]) - job.has_baseline
         table.logprobs[self.left + 1] = 0
@@ -152,13 +152,13 @@ class _ByRequests:
                 table.logprobs[row, score] += answer.scores[token]
             for score, position in self._read[suffix] if reads else ():
                 assert answer.prompt_logprobs is not None
-                table.logprobs[row, score] += answer.prompt_logprobs[position - 1]  # without the first token's
+                table.logprobs[row, score] += answer.prompt_logprobs[position - 1]  # these lack the first token
             if top and job.top:
                 of_token = answer.top_logprobs[0]
                 ids = sorted(of_token, key=lambda token: -of_token[token])[: job.top]
                 table.top_ids[row], table.top_logprobs[row] = ids, [of_token[token] for token in ids]
             if job.kl and i == 0 and table.kl is not None:
-                _, rows = self._engine.fetch(request.run, _logits(self._engine))  # of all next tokens
+                _, rows = self._engine.fetch(request.run, _logits(self._engine))  # logits of all next tokens
                 logprobs = log_softmax(np.asarray(rows)[-1])
                 self._base = logprobs if self._base is None else self._base
                 table.kl[row] = kl(self._base, logprobs)
@@ -168,8 +168,8 @@ def by_requests(
     engine: Engine, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None],
     batch: int = AT_ONCE,
 ) -> None:  # fmt: skip
-    """Grade the jobs' programs that are missing from their tables, by requests, at most `batch` at a time (`Pace`). Two
-    batches are in flight.
+    """Grade by requests the programs that are missing from the jobs' tables, at most `batch` at a time (`Pace`), with
+    two batches in flight.
 
     `tell` is called with the indices of a job and of its graded programs. An error that it raises, or an interrupt,
     aborts the requests in flight.
@@ -213,7 +213,7 @@ def _logits(engine: Engine) -> int:
 
 
 def _edits_logits(engine: Engine, job: GradeJob) -> bool:
-    """True if any program of a job edits logits. Such edits change only sampled tokens' logits."""
+    """True if any program of a job edits logits. Such edits change only the logits of sampled tokens."""
     bound, point = (job.bound(number) for number in range(job.count)), _logits(engine)
     return any(point in op.points for each in bound if each is not None for op in each.ops)
 
@@ -239,8 +239,8 @@ def _request(
 
 
 def _with_code(op: BoundOp, known: Mapping[int, Code], code: dict[int, Code]) -> BoundOp:
-    """Return an op whose code, if any, has its own number, and add the code to `code` under it: engines drop the code
-    of ended requests."""
+    """Return an op whose code, if any, has a new number, and add the code to `code` under the number: engines drop the
+    code of ended requests."""
     if not isinstance(op.action, RunCode):
         return op
     number = next(code_numbers)
@@ -256,20 +256,20 @@ def _answer(future: Future[Answer]) -> Answer | PatchclampError:
 
 
 class Pace:
-    """Splits items into batches that take about `BATCH_S`, by the measured speed of earlier batches. The first batches
-    are small. The order of items does not depend on speed.
+    """Splits items into batches that take about `BATCH_S`, from the measured speed of earlier batches. The first
+    batches are small. Speed does not affect the order of items.
 
-    most, first: largest number of units in a batch, and in the first batch; an item is one unit, unless `parts` gets
-    `units`
+    most, first: the maximum number of units in a batch, and in the first batch. An item is one unit, unless `parts`
+        is given `units`
     """
 
     def __init__(self, most: int, first: int = FIRST) -> None:
         self._most, self._size = most, min(first, most)
         self._under_way: collections.deque[int] = collections.deque()
-        self._done: collections.deque[tuple[float, int]] = collections.deque(maxlen=UNDER_WAY + 1)  # times, total units
+        self._done: collections.deque[tuple[float, int]] = collections.deque(maxlen=UNDER_WAY + 1)  # time, total units
 
     def parts(self, items: Iterable[Item], units: Callable[[Item], int] = lambda item: 1) -> Iterator[list[Item]]:
-        """Yield non-empty batches of consecutive items, each sized when it is requested."""
+        """Yield non-empty batches of consecutive items. A batch's size is decided when it is requested."""
         part: list[Item] = []
         size = 0
         for item in items:

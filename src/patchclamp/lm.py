@@ -79,14 +79,14 @@ from patchclamp.stream import RunWatch, Stream, WatchedRuns, answer_of, wake
 if TYPE_CHECKING:
     import torch
 
-MAX_FETCH_BYTES = 1 << 26  # of captures fetched from the engine in one call; the last point may exceed it
-MAX_VIEWED_BYTES = 1 << 30  # the same, where large captures are views and not copies
+MAX_FETCH_BYTES = 1 << 26  # of captures fetched per engine call; the last point may exceed it
+MAX_VIEWED_BYTES = 1 << 30  # the same limit on engines where large captures are views, not copies
 KEYS_DRAWN = 256
-MEMORY_SHARE = 0.8  # of available memory that the captures of one call may use
+MEMORY_SHARE = 0.8  # fraction of the available memory that the captures of one call may use
 MIN_CHECKED_BYTES = 1 << 26  # smaller captures skip that check
-PROOF_TOKENS = 37  # of the prompt that proves batches
-CAPTURED_AT_ONCE = 64  # runs of `grade(capture=...)`
-BATCH_TOLERANCE = {"float32": 1e-2, "other": 0.3}  # of log-probabilities, far above rounding and below an error
+PROOF_TOKENS = 37  # length of the prompt that proves batches
+CAPTURED_AT_ONCE = 64  # runs submitted at a time by `grade(capture=...)`
+BATCH_TOLERANCE = {"float32": 1e-2, "other": 0.3}  # of log-probabilities: above rounding, below any error
 logger: logging.Logger = logging.getLogger(__name__)
 
 
@@ -184,8 +184,8 @@ class LM:
         stop_when: a condition on probes, such as `probe > 0.8`, that ends the run at the first generated token where it
             holds, with `finish_reason` "stop" and `stop_reason` "probe:NAME"; or a list with a condition or None per
             prompt. Its probes are added to the captures
-        lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list of folders, one per
-            prompt, with None for no adapter
+        lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list with a folder or None per
+            prompt
 
         A single run that fails raises its error. Lists of runs are returned whole, with `error` set on failed runs. An
         invalid program raises before anything runs.
@@ -208,11 +208,11 @@ class LM:
         with base.rarely():
             call = self._read_call(prompt, **arguments)
             watching = self._watching(call)
-            futures = self.engine.submit(call.requests)  # no await before `try`: a cancelled call is aborted
+            futures = self.engine.submit(call.requests)  # no await before `try`, so that a cancelled call is aborted
             try:
                 if watching is None:
                     answers = await _all_answers(futures)
-                else:  # on a thread of its own: those of asyncio's pool are few
+                else:  # on its own thread, because asyncio's pool has few
                     pool = ThreadPoolExecutor(1, "patchclamp watch")
                     answered = asyncio.get_running_loop().run_in_executor(pool, watching.answers, futures)
                     pool.shutdown(wait=False)
@@ -237,11 +237,11 @@ class LM:
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
     def _look_at(self, request: Request, program: Program) -> Callable[..., Run]:
-        """Return a function that makes a run from a partial answer, with rows starting at position `first`."""
+        """Return a function that makes a run from a partial answer, with rows read from position `first`."""
         return lambda answer, first=0: Run(self, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def _watching(self, call: _Call) -> WatchedRuns | None:
-        """Watch the runs of a call, if conditions may end some."""
+        """Watch the runs of a call; None if no run has a stopping condition."""
         if not any(condition is not None for condition in call.conditions):
             return None
         parts = zip(call.requests, call.programs, call.conditions, strict=True)
@@ -286,7 +286,7 @@ class LM:
         prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
         lists = as_items(programs, "programs") if listed else [programs]
         if len(lists) != len(prompts):
-            raise ProgramError(f"expected one list of programs per prompt ({len(prompts)})", "programs")
+            raise ProgramError(f"expected one list of programs per prompt, for {len(prompts)} prompts", "programs")
         kl, top = as_flag(kl, "kl"), read_top(top)
         scores = read_scores(score, self.tokenizer.bare, self.model.d_vocab)
         terms = [[(each[:i], token) for i, token in enumerate(each)] for each in scores]
@@ -303,7 +303,7 @@ class LM:
                 if not isinstance(op, Capture) or op.at.name in DERIVED:
                     message = "grades capture only rows of sites: use lm.run for probes, lenses and attention"
                     raise ProgramError(message, path)
-            for one in prompts:  # before anything runs
+            for one in prompts:  # check before anything runs
                 given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])
                 bindings.of(wanted, self.engine.run_prefix + _key(), given, 1)
         grades = self.graded(jobs)
@@ -316,7 +316,7 @@ class LM:
         return grades if listed else grades[0]
 
     def _captured(self, call: Mapping[str, Any], programs: Sequence[Any], capture: Any) -> list[Captures | None]:
-        """Return the captures of each program on a prompt; None if it failed."""
+        """Return the captures of each program on a prompt; None for a program that failed."""
         found: list[Captures | None] = []
         for begin in range(0, len(programs), CAPTURED_AT_ONCE):
             part = programs[begin : begin + CAPTURED_AT_ONCE]
@@ -359,7 +359,7 @@ class LM:
         prompts, listed = self._prompts(prompt, None, None)
         continuations = as_items(continuation, "continuation") if listed else [continuation]
         if len(continuations) != len(prompts):
-            raise ProgramError(f"expected one continuation per prompt ({len(prompts)})", "continuation")
+            raise ProgramError(f"expected one continuation per prompt, for {len(prompts)} prompts", "continuation")
         bindings = self.bindings()
         jobs: list[GradeJob] = []
         are_several = [_are_several(given) for given in continuations]
@@ -396,8 +396,8 @@ class LM:
         self, prompt: Sequence[int], programs: Sequence[Any], scores: list[list[tuple[tuple[int, ...], int]]],
         top: int = 0, kl: bool = False, bindings: Bindings | None = None,
     ) -> GradeJob:  # fmt: skip
-        """Create the job of programs on a prompt of token ids. `scores`: as in `sequences_of`; `bindings`: shared with
-        other prompts of the same programs."""
+        """Create a grading job of programs on a prompt of token ids. `scores`: as in `sequences_of`; `bindings`: shared
+        by prompts with the same programs."""
         return self._grade_job(_Prompt(list(prompt)), programs, scores, kl, top, bindings or self.bindings())
 
     def bindings(self) -> Bindings:
@@ -407,12 +407,12 @@ class LM:
     @property
     def batch_refusal(self) -> str:
         """The reason why graded programs run as requests; "" if they run in the engine's own batches. The first access
-        proves on the live model that batches equal requests: unedited and edited, at several positions."""
+        proves on the live model that batches and requests agree: unedited and edited, at several positions."""
         engine = self.engine
         if engine.batch_difference is None and not engine.batch_refusal:
             try:
                 engine.batch_difference = self._difference_of_batches()
-            except PatchclampError as error:  # such as a lack of room, which may pass
+            except PatchclampError as error:  # such as a full table, which may be temporary
                 return f"a batch failed: {error}"
             if engine.batch_difference:
                 logger.warning("patchclamp: grading programs as individual requests, which is slower: %s",
@@ -430,7 +430,7 @@ class LM:
         while self.engine.job_refusal(self._proof(length, 3)) and length > 2:
             length = max(2, length // 2)
         off = 0.0
-        for scores in (3, 2):  # without the third, batches may begin at a layer
+        for scores in (3, 2):  # with two, batches may begin at a later layer
             found = []
             for run in (self._in_batches, functools.partial(by_requests, self.engine)):
                 job = self._proof(length, scores)
@@ -438,12 +438,12 @@ class LM:
                 run([job], [table], lambda *_: None)
                 grades = table.grades("")
                 found.append(np.concatenate([grades.baseline[None], grades.logprobs]))
-            off = float(np.maximum(off, np.abs(found[0] - found[1]).max()))  # NaN if any is
+            off = float(np.maximum(off, np.abs(found[0] - found[1]).max()))  # NaN if any difference is
         most = BATCH_TOLERANCE["float32" if self.model.dtype == "float32" else "other"]
         return "" if off <= most else f"log-probabilities differ by {off:.1e} between a batch and requests"
 
     def _proof(self, length: int, scores: int) -> GradeJob:
-        """Create a job of edited and unedited programs on a random prompt. The third score has two tokens."""
+        """Create a job of edited and unedited programs on a random prompt. Its third score has two tokens."""
         ids = np.random.default_rng(0).integers(self.model.d_vocab, size=length).tolist()
         stream = [self.sites.label(point.number) for point in self.sites.points if point.kind == "stream"]
         edits = [Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)]
@@ -453,7 +453,7 @@ class LM:
     def _in_batches(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> None:
-        """Run programs in batches, except refused ones, which stay missing from their tables."""
+        """Run programs in batches. Refused programs stay missing from their tables."""
         try:
             for i, programs in self.engine.grade([job.without_refused() for job in jobs], tables):
                 tell(i, programs[~np.isin(programs, list(jobs[i].refused))])
@@ -487,7 +487,7 @@ class LM:
                 raise CapacityError(refusal)
             try:
                 run(self._in_batches, [i for i, refusal in enumerate(reasons) if not refusal])
-            except CapacityError as error:  # one program may have room where a batch of them has none
+            except CapacityError as error:  # one program may fit where a batch does not
                 if route == "bulk":
                     raise
                 reasons = [refusal or str(error) for refusal in reasons]
@@ -578,9 +578,9 @@ class LM:
         return grouped if call.listed else grouped[0]
 
     def fetch(self, runs: Iterable[Run], sites: Any = None, *, copy: bool = True) -> list[Captures]:
-        """Fetch the captures of many runs in few engine calls, at `sites` or (None) all of them: for each run a dict of
-        its tensors by site name, such as "resid_post[3]", which also takes sites: `fetched[0][pc.resid_post]` is [L, T,
-        W]. All layers means the layers that a run captured. The tensors equal `run.read(site, copy=copy)`; names of the
+        """Fetch the captures of many runs in few engine calls, at `sites` or (None) at all captured sites. Returns a
+        mapping for each run, from site names such as "resid_post[3]" or sites to tensors: `fetched[0][pc.resid_post]`
+        is [L, T, W], with the layers that the run captured. The tensors equal `run.read(site, copy=copy)`; names of the
         same rows, such as "resid_post[0]" and "resid_pre[1]", share one tensor. Raises `MissingSource` for a site that
         a run did not capture, and a failed run's own error."""
         runs, chunk, size = runs_of(runs), [], 0
@@ -617,7 +617,7 @@ class LM:
         """Read the captures of many runs as one array per site, at `sites` or (None) the first run's sites, in one
         engine call per site: `lm.rows(runs)["resid_post[3]"].values` is [R, D], with the run and the position of each
         row. Do not change it in place: it may be the captured memory itself. Raises `MissingSource` for a site that a
-        run did not capture, or captured by token id or unlike the first run, and a failed run's own error."""
+        run did not capture, or captured by token id or differently from the first run, and a failed run's own error."""
         runs = _distinct(runs)
         if not runs:
             return {}
@@ -693,8 +693,8 @@ class LM:
         """Attach a sparse autoencoder or transcoder under a name, for `Features`, `SetFeature` and `Reconstruct`. It is
         copied to the device; on vLLM, `pc.LM(sae_bytes=)`, if given, reserves the memory.
 
-        at: the single-layer site that it reads; default: its file's
-        to: the site that it writes; default: `at`, or for a transcoder its file's
+        at: the site of one layer that the SAE reads; default: the site in its file
+        to: the site that it writes; default: `at`, or for a transcoder the site in its file
         precision: the dtype of its matrices, "float32" or "model" (the model's dtype); products are summed in fp32
 
         Raises `ShapeError` if the site's width differs, `UnsupportedSite` for a site split between workers, and
@@ -813,7 +813,7 @@ class LM:
         return f"<LM {m.name} on {m.engine} {m.version}, {m.layers} layers, {m.dtype}>"
 
     def _prompts(self, prompt: Any, messages: Any, options: Any) -> tuple[list[_Prompt], bool]:
-        """Return all prompts, and True if they were given as a list."""
+        """Return the prompts, and True if they were given as a list."""
         if (prompt is None) == (messages is None):
             raise ProgramError("expected either prompt or messages")
         if messages is not None:
@@ -888,7 +888,7 @@ class LM:
         number: int,
     ) -> Request:  # fmt: skip
         """Return one run's request. `path`: a prefix for the path of errors, the index of a prompt in a list.
-        `logprobs`: for generated tokens, and for the prompt's; `number`: the sample's index."""
+        `logprobs`: for generated and for prompt tokens; `number`: the sample's index."""
         key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt
         images = [] if expanded is None else expanded.images
         if not is_token_id(max_tokens) or max_tokens < 1:
@@ -910,7 +910,7 @@ class LM:
         )  # fmt: skip
 
     def bound_request(self, program: Program, prompt: Prompt, max_tokens: int) -> Request:
-        """Return the request of a prompt with a program, for a vLLM engine to which callers submit requests
+        """Return the request that runs a program on a prompt, for a vLLM engine to which callers submit requests
         themselves."""
         key = self.engine.run_prefix + _key()
         binding = self.bindings().of(program, key, prompt, max_tokens)
@@ -918,7 +918,7 @@ class LM:
                        sources=binding.sources)  # fmt: skip
 
     def remember(self, run: Run) -> None:
-        """Let later programs read a run."""
+        """Make a run available to later programs (`From`)."""
         self._runs[run.key] = run
 
     def scored(self, score: Any) -> list[int]:
@@ -950,7 +950,7 @@ class LM:
         return run
 
 
-# The methods show the arguments of a call and their defaults.
+# Show a call's arguments and defaults in the methods' signatures.
 for _method in (LM.run, LM.arun, LM.stream):
     _method.__signature__ = inspect.signature(LM._read_call).replace(  # pyright: ignore[reportFunctionMemberAccess]
         return_annotation=inspect.signature(_method).return_annotation
@@ -958,7 +958,7 @@ for _method in (LM.run, LM.arun, LM.stream):
 
 
 def _are_several(given: Any) -> bool:
-    """True for a list of texts or of lists of token ids."""
+    """True if a prompt argument is a list of texts, or of lists of token ids."""
     return isinstance(given, (list, tuple)) and any(isinstance(each, (str, list, tuple)) for each in given)
 
 
@@ -975,7 +975,7 @@ class _Call(NamedTuple):
     requests, programs: one per run; the runs of a prompt are adjacent
     counts: the number of runs of each prompt
     listed: True if the prompts were given as a list
-    sampled: True if each prompt returns a list of runs, even of one
+    sampled: True if each prompt returns a list of runs, even for a single run
     conditions: each run's stopping condition, or None
     """
 
@@ -992,7 +992,7 @@ class _Call(NamedTuple):
 
 
 async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | PatchclampError]:
-    """Await the results of runs, waking the loop once. Cancelling the reader does not cancel the futures."""
+    """Await the results of runs, waking the event loop once. Cancelling the awaiter does not cancel the futures."""
     loop = asyncio.get_running_loop()
     done, left, count = loop.create_future(), itertools.count(1), len(futures)
 
@@ -1023,7 +1023,7 @@ def _distinct(runs: Iterable[Run]) -> list[Run]:
 
 
 def _key() -> str:
-    """Return an unguessable key. Keys are drawn in bulk: a draw releases the GIL, and reacquiring it may be slow."""
+    """Return an unguessable key. Keys are drawn in bulk: each draw releases the GIL, and regaining it may be slow."""
     while True:
         try:
             return _drawn.popleft()

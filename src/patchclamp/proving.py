@@ -1,13 +1,13 @@
-"""The prover: a site is offered on a live model only after runs of that model have shown that its table is right.
+"""The prover: offers a site of a live model only after runs of the model have shown that its table is right.
 
 A site has five proofs, all made with runs through the engine:
 shape  its rows have the right shape and are finite
 noop   writing back the rows that were read leaves the next-token logits bit-identical
 edit   an edit moves the logits
-order  in its layer, the edit moves the tensors computed from the site and no others. This finds a table that confuses
-       two tensors, even if no sum includes them
+order  the edit moves those tensors of its layer that are computed from the site, and no others. This detects a table
+       that confuses two tensors, even if no sum includes them
 sums   the stream adds up: attention and MLP outputs are added to it, and the end of a layer is the start of the next.
-       In a table found in the model's modules, a layer may have another mixer than attention
+       In a table found in the model's modules, a layer may have a mixer other than attention
 
 Under tensor parallelism the same proofs check the layout. A replicated row is read from one worker and written to all:
 if it were a partial sum or a slice, the logits would change. Sharded rows are gathered from all workers.
@@ -42,8 +42,8 @@ from patchclamp.sites import LENS, SiteRef
 from patchclamp.store.system import write_whole
 from patchclamp.version import __version__
 
-MIN_MOVED_RTOL = 1e-6  # a row that an edit moves changes by more than this
-MAX_UNMOVED_RTOL = 0.05  # a row that it does not move changes by at most this
+MIN_MOVED_RTOL = 1e-6  # relative change above which an edit has moved a row
+MAX_UNMOVED_RTOL = 0.05  # relative change up to which an edit has not moved a row
 
 
 def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
@@ -53,7 +53,7 @@ def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
 
 
 def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> str:
-    """Return the first wrong effect of an edit at `ref`, or "". Compares the last token's rows in two runs."""
+    """Describe the first wrong effect of an edit at `ref`; "" if there is none. Compares the last token's rows."""
     for watched_ref in watched_refs:
         name = watched_ref.partition("[")[0]
         gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))
@@ -73,13 +73,13 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 DEFAULT_EPS = 2.0**-3  # for any other dtype
 ADDED: tuple[str, ...] = ("attn_out", "mlp_out")
 MIXERS: tuple[str, ...] = ("attn_out", "mixer_out")
-HEAD_RTOL = 0.1  # per head: the KV cache may have eight bits
+HEAD_RTOL = 0.1  # per head; large, because the KV cache may have eight bits
 STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 
 def sums(lm: LM, base: Run) -> dict[str, str]:
-    """Return the site words in sums, each with the reason why its sum fails, or "" if it holds. A failed sum fails all
-    its words, because it does not show which tensor is wrong. `base`: a run that captured everything."""
+    """Return the sites that occur in sums, each with the reason why its sum fails, or "" if it holds. A failed sum
+    fails all its sites, because it does not show which tensor is wrong. `base`: a run that captured everything."""
     return _of_table(lm, base) if lm.sites.family.tabled else _of_modules(lm, base)
 
 
@@ -87,7 +87,7 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
     names = lm.sites.names
     wrong = {name: "" for name in names if name in (*STREAM, *ADDED, "mixer_out")}
     mixers = MIXERS if lm.sites.family.both else ("mixer_out",) if "mixer_out" in names else ("attn_out",)
-    added = [name for name in (*mixers, "mlp_out") if name in names]  # the words added to the stream
+    added = [name for name in (*mixers, "mlp_out") if name in names]  # the sites added to the stream
     if not {"resid_pre", "resid_post"} <= set(names) or not added:
         return {}
     layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in added}
@@ -98,19 +98,19 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if not _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
                 why = f"{' + '.join(terms)} does not equal {after}[{layer}]"
-                # a layer's end and the next one's start are one point, and so one tensor
+                # a layer's end and the next layer's start are the same point
                 words = (*gains, after, *(["resid_pre"] if after == "resid_post" else []))
                 wrong |= {name: wrong[name] or why for name in words}
         if layer and not np.array_equal(_rows(base, f"resid_post[{layer - 1}]"), _rows(base, f"resid_pre[{layer}]")):
             why = f"resid_post[{layer - 1}] does not equal resid_pre[{layer}]"
             wrong |= {name: wrong[name] or why for name in ("resid_pre", "resid_post")}
-    if {"mixer_out", "attn_out"} <= wrong.keys() and not lm.sites.family.both:  # one point in layers with attention
+    if {"mixer_out", "attn_out"} <= wrong.keys() and not lm.sites.family.both:  # the same point in attention layers
         wrong["attn_out"] = wrong["attn_out"] or wrong["mixer_out"]
     return wrong | _of_heads(lm, base) | _of_norms(lm, base)
 
 
 def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """Return the parts of a layer: the stream before, the words of `added` that it adds, and the stream after."""
+    """Return the stages of a layer: the stream before, the sites of `added` that it adds, and the stream after."""
     if "resid_mid" not in names:
         return [("resid_pre", tuple(added), "resid_post")]
     mixers = tuple(name for name in added if name in MIXERS)
@@ -119,8 +119,8 @@ def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ..
 
 
 def _of_heads(lm: LM, base: Run) -> dict[str, str]:
-    """Check `z` against `v` at the first token, which attends only to itself: each head returns the token's own value,
-    or a fraction of it with attention sinks. A wrong tensor or head would differ in direction."""
+    """Check `z` against `v` at the first token, which attends only to itself: each head returns the token's own value
+    or, with attention sinks, a fraction of the value. A wrong tensor or head would differ in direction."""
     if lm.sites.family.gated or not {"v", "z"} <= set(lm.sites.names):
         return {}
     for ref in lm.sites.resolve(Site("z")):
@@ -140,7 +140,7 @@ def _of_heads(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _of_norms(lm: LM, base: Run) -> dict[str, str]:
-    """Check that a normed input differs from the stream it is computed from."""
+    """Check that each normed input differs from the stream that it is computed from."""
     names, last = lm.sites.names, lm.sites.layers - 1
     wrong: dict[str, str] = {}
     for name, stream in (("attn_in", "resid_pre"), ("mlp_in", "resid_mid"), ("final_norm", "resid_post")):
@@ -158,7 +158,7 @@ def _of_modules(lm: LM, base: Run) -> dict[str, str]:
     layers_of = {name: {ref.layer for ref in lm.sites.resolve(Site(name))} for name in names}
     wrong: dict[str, str] = dict.fromkeys(names, "")
     for layer in range(lm.sites.layers):
-        known = {"resid_pre", "resid_post"}  # words verified to be the stream
+        known = {"resid_pre", "resid_post"}  # sites verified to be the stream
         for before, gains, after in _stages_of_layer({name for name in names if layer in layers_of[name]}):
             terms = [f"{name}[{layer}]" for name in (before, *gains)]
             if _close(lm, [_rows(base, term) for term in terms], _rows(base, f"{after}[{layer}]")):
@@ -170,8 +170,8 @@ def _of_modules(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _stages_of_layer(has: set[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """Return the parts of a layer that has only the words in `has`. The output of a mixer other than attention has no
-    word, so in such a layer only the sum after it can be checked. The sum with the MLP comes first: if it holds, it
+    """Return the stages of a layer that has only the sites in `has`. The output of a mixer other than attention has no
+    site, so in such a layer only the sum after the mixer can be checked. The sum with the MLP comes first, because it
     verifies `resid_mid`."""
     if "resid_mid" not in has:
         gains = tuple(name for name in ADDED if name in has)
@@ -190,26 +190,26 @@ def _rows(base: Run, site: str) -> np.ndarray:
     return np.asarray(base[site]).astype(np.float64)
 
 
-LENGTH, LONGER_LENGTH = 4, 11  # tokens of the proof's prompt, and of another prompt in the batch
-LOUDER = 16.0  # scale of the second edit, for sites where the first moved nothing
-# largest difference of a run's logits alone and in a batch, relative to the largest logit: kernels round differently,
-# and with few bits that may make a router choose another expert
+LENGTH, LONGER_LENGTH = 4, 11  # tokens of the proof's prompt, and of the other prompt in its batch
+LOUDER = 16.0  # scale of a second edit, for sites where the first edit moved nothing
+# largest difference between a run's logits alone and in a batch, relative to the largest logit: kernels round
+# differently, and in dtypes with few bits rounding may make a router choose another expert
 LOGITS_RTOL = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.5}
 
 
-LENS_RTOL = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # of a lens, relative to the spread of the logits
+LENS_RTOL = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}  # relative to the logits' spread
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The proofs of one site word in all its layers.
+    """The proofs of a site in all its layers.
 
-    layers: the number of its layers; None for a word without layers
+    layers: the number of its layers; None for a site without layers
     width, layout: the width and layout of its rows
     shape, noop, edit: True if the proof holds
     note: the first layer that fails, and the reason
     adds: True if the sums that include it hold; None if there are none
-    order: True if edits moved the tensors computed from the site and no others; None if its layer has none to watch
-    tried: the number of its refs at which an edit was tried
+    order: True if edits moved only the tensors computed from the site; None if its layer has no tensors to compare
+    tried: the number of its layers in which an edit was tried
     """
 
     name: str
@@ -230,7 +230,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 def prove(lm: LM, full: bool = False) -> list[Proof]:
-    """Prove every site word of a live `LM`.
+    """Prove every site of a live `LM`.
 
     Edits are tried in the first, middle and last layer, or with `full` in every layer. With `full`, the runs that write
     back are executed one by one instead of in a batch. Shapes, sums and writing back are checked in all layers.
@@ -245,10 +245,10 @@ def prove(lm: LM, full: bool = False) -> list[Proof]:
     base = lm.run(ids, max_tokens=1, capture=captures, logprobs=True)
     _check_finite(lm, base)
     refs = lm.sites.refs()
-    if not full:  # the first, middle and last ref of each word
+    if not full:  # the first, middle and last layer of each site
         by_word = [lm.sites.resolve(Site(name)) for name in names]
         refs = [ref for own in by_word for i, ref in enumerate(own) if i in (0, len(own) // 2, len(own) - 1)]
-    # attention and a state space side by side do not move each other, which the table of words does not express
+    # attention and a state space side by side do not move each other, which the site specs do not express
     beside = {"mixer_out"} if lm.sites.family.both else set()
     watchable = {str(ref): ref.point for ref in lm.sites.refs() if lm.sites.family.tabled and ref.name not in beside}
     watched_refs = {str(ref): [] if ref.name in beside else watched(ref, watchable) for ref in refs}
@@ -309,7 +309,7 @@ def _check_finite(lm: LM, base: Run) -> None:
 
 
 def _noise(lm: LM, base: Run, *others: Run) -> float:
-    """Return the largest difference between a single run of a prompt and runs of it in a batch with a longer prompt."""
+    """Return the largest difference between a prompt's single run and its runs in a batch with a longer prompt."""
     gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
     if noise > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values())) * size:
@@ -325,9 +325,9 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
 def _same_alone(
     lm: LM, ids: list[int], base: Run, in_batch: Run, captures: Sequence[Capture], mover: SiteRef | None
 ) -> None:
-    """Raise `EngineError` unless a run on its own reads the same rows as in a batch, and an edit at `mover`, which
-    moves the logits in a batch, moves them in that run too. Small steps run different code from large steps (CUDA
-    graphs); without taps it would run unedited. If the batch is small too, such code reads nothing in both runs."""
+    """Raise `EngineError` unless a single run reads the same rows as in a batch, and an edit at `mover` that moves the
+    logits in a batch also moves them in the single run. Small steps run different code from large steps (CUDA graphs),
+    and without taps it would run unedited. If the batch is small too, neither run reads anything from such code."""
     pairs = [(_row(base, ref), _row(in_batch, ref)) for ref in (lm.sites.resolve(each.at)[0] for each in captures)]
     gaps = [np.linalg.norm(alone - beside) / max(np.linalg.norm(beside), 1e-9) for alone, beside in pairs]
     inert = mover is not None and np.array_equal(_answer(_runs(lm, ids, [[_push(base, mover)]])[0]), _answer(base))
@@ -342,7 +342,7 @@ def _same_alone(
 
 
 def _answer(run: Run) -> np.ndarray:
-    """Return the captured next-token logits, plus the token's log-probability, which reflects edits of the logits."""
+    """Return the captured next-token logits, followed by the token's log-probability, which reflects logit edits."""
     return np.append(np.asarray(run["logits"]).reshape(-1), run.logprobs)
 
 
@@ -354,8 +354,8 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 def _moved_by_more(
     lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
 ) -> dict[str, bool]:
-    """Return, by ref, True if edits scaled by `LOUDER` at every second token move the logits: one layer may add less to
-    a stream than rounding, and one key of the last token's attention changes little."""
+    """Return, by ref, True if edits scaled by `LOUDER` at every second token move the logits. A layer may add less to a
+    stream than rounding does, and a single key of the last token's attention changes little."""
     if not refs:
         return {}
     plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, louder=True)] for ref in refs)], longer)
@@ -373,7 +373,7 @@ def push(name: str, row_W: np.ndarray) -> np.ndarray:
 
 
 def _push(base: Run, ref: SiteRef, louder: bool = False) -> Add:
-    tokens = prompt[1::2] if louder and ref.name != "logits" else prompt[-1]  # both have the last of LENGTH
+    tokens = prompt[1::2] if louder and ref.name != "logits" else prompt[-1]  # both include the last of LENGTH tokens
     return Add(push(ref.name, _row(base, ref)), at=str(ref), tokens=tokens, scale=LOUDER if louder else 1.0)
 
 
@@ -386,7 +386,7 @@ def _proof(
     lm: LM, base: Run, name: str, noop: bool, moved: dict[str, bool], wrong_sum: str | None,
     watched_refs: dict[str, list[str]], disordered: dict[str, str],
 ) -> Proof:  # fmt: skip
-    """Return a word's proofs. `wrong_sum`: its entry in `sums`."""
+    """Return a site's proofs. `wrong_sum`: the site's entry in `sums`."""
     refs = lm.sites.resolve(Site(name))
     point = lm.sites.points[refs[0].point]
     rows = 1 if name == "logits" else LENGTH
@@ -410,13 +410,13 @@ def _proof(
 
 def prove_lens(lm: LM) -> Proof:
     """Prove the unembedding: a lens on the final stream gives the model's sampling distribution. `shape` is False if
-    the proof could not be made."""
+    the proof failed to run."""
     ids = np.linspace(3, lm.model.d_vocab - 1, LENGTH).astype(int).tolist()
     last, top = Site("resid_post", -1), min(MAX_TOP, lm.model.d_vocab)
     try:
         run = lm.run(ids, max_tokens=1, capture=[Lens(last, prompt[-1], top), _LOGITS])
         read, logits_V = run.lens[last], np.asarray(run["logits"])[-1].astype(np.float64)
-    except Exception as error:  # modules of another form may raise anything
+    except Exception as error:  # unexpected modules may raise any error
         is_refused, note = isinstance(error, UnsupportedSite), as_patchclamp_error(error).message
         return Proof(LENS, None, lm.model.d_vocab, "", is_refused, False, False, note)
     logprobs_V = logits_V - logits_V.max()
@@ -435,7 +435,7 @@ def ensure_proved(lm: LM) -> list[Proof]:
     """Return the proofs of an `LM` and of its lens, from the cache or computed now. Removes failed sites from the site
     map. Proofs of weights updated after loading are not cached."""
     engine = lm.engine
-    engine.proved_weights = weights = engine.weights  # first, as the proofs' own runs state it
+    engine.proved_weights = weights = engine.weights  # set first: the proofs' own runs check it
     engine.batch_difference = None
     try:
         proofs = _proofs(lm, is_loaded=not weights)
@@ -463,7 +463,7 @@ def _proofs(lm: LM, is_loaded: bool) -> list[Proof]:
 
 
 def _key(lm: LM) -> str:
-    """Return a hash of everything that proofs depend on. A folder's weights are identified by name, size and time."""
+    """Return a hash of everything that proofs depend on. Weights in a folder are identified by name, size and time."""
     folder = Path(lm.model.name)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -487,7 +487,7 @@ class ProvedLM(LM):
     engine: "vllm" (the default if it is installed), "transformers", "fake", or an engine object.
     prove: offer only sites that are proved on this live model. Proving takes a few seconds on a CPU; the result is
         cached for the model and the versions.
-    allow_code: allow programs with `Apply`, Python that runs in the engine. The engine must be in this process.
+    allow_code: allow programs with `Apply`, which runs Python in the engine. The engine must be in this process.
     capture_bytes: the limit on the captures of one call; by default 80 % of the available memory at that time.
     probes: probes that score every token of every request: the engine's own on vLLM, where cached prefixes keep their
         scores; elsewhere they become part of every program.

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from patchclamp.engines.base import Model
 
 MAX_PREFETCH_BYTES = 1 << 20  # fetch all of a run's captures on first read, up to this size
-VIEWED_BYTES = 1 << 17  # of one point: always a view at this size, on engines that have views
-MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that come as views
-LENS_ROWS = 1 << 13  # unembedded per engine call, so that requests' steps run between calls
+VIEWED_BYTES = 1 << 17  # minimum bytes of a point's rows that are always a view, on engines with views
+MAX_VIEWED_BYTES = 1 << 29  # the same limit for captures that are views
+LENS_ROWS = 1 << 13  # rows to unembed per engine call, so that engine steps run between calls
 NO_POSITIONS = np.zeros(0, np.int64)
 _Result = TypeVar("_Result")
 _OfTokens = TypeVar("_OfTokens", "LensResult", "FeaturesResult")
@@ -55,7 +55,7 @@ _OfTokens = TypeVar("_OfTokens", "LensResult", "FeaturesResult")
 
 class Stored(NamedTuple):
     """The rows that one op (None: all ops) captured, at ascending positions [T]. `selected` is the mask [T] of the rows
-    that count (None: all)."""
+    to use (None: all)."""
 
     op: int | None
     positions: np.ndarray
@@ -71,9 +71,9 @@ class Layout(NamedTuple):
     """The layout of `run[site]`, without its rows.
 
     at, ref: the site
-    stored: the sources of the rows; at a position captured twice, the later source counts
+    stored: the sources of the rows; at a position captured twice, the later source wins
     positions [T], shape, dtype: as in `run[site]`
-    pool: the pooling of the rows at `positions`, or None; without positions there is no row, and shape is [0, ...]
+    pool: the pooling of the rows, or None; without positions there is no pooled row, and shape is [0, ...]
     """
 
     at: Site
@@ -86,8 +86,8 @@ class Layout(NamedTuple):
 
 
 class CaptureWay(NamedTuple):
-    """The way in which rows were captured: the op's number (None: all ops), the pooling, the width and dtype, a
-    projection's matrix and columns, and a probe's bias and activation."""
+    """Properties of captured rows: the op's number (None: all ops), the pooling, the width and dtype, the projection's
+    matrix and columns, and a probe's bias and activation."""
 
     number: int | None
     pool: str
@@ -116,9 +116,9 @@ class Owner(Protocol):
 class Run:
     """One executed request.
 
-    key: its name, also in programs: `From(run.key, site)`
+    key: the run's name, which programs use too: `From(run.key, site)`
     prompt_token_ids: the token ids of the prompt
-    program: the program it ran
+    program: the program that it ran
     error: its error if it failed, else None
     closed: True once its captures were freed
     lora: the folder of its adapter, or None
@@ -144,18 +144,18 @@ class Run:
         self._owner, self._answer, self._text, self._chat = owner, answer, request.text, request.chat
         self._bound: BoundProgram | None = request.bound
         self._first = first
-        self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions if it generates max_tokens
+        self._limit = len(request.prompt_token_ids) + request.max_tokens - 1  # positions if max_tokens are generated
         conditions = {op.condition.ids for op in self._ops if op.condition}
         self._ids_of = {key: request.vectors[key].reshape(-1).astype(np.int64) for key in conditions}
         self._prefetched: dict[tuple[int, int | None], Captured] = {}
         self._fetched: dict[tuple[int, int | None], tuple[np.ndarray, torch.Tensor | np.ndarray]] = {}
         self._lenses: dict[tuple[int, int], TopTokens] = {}
-        self._equal = NO_POSITIONS, NO_POSITIONS  # the (expected, received) positions last found equal
+        self._equal = NO_POSITIONS, NO_POSITIONS  # the last (expected, received) positions that were equal
         self._release: weakref.finalize[..., Run] | None = None
         self.next_of_call: Callable[[], Run | None] = lambda: None  # the next run, if it is still referenced
-        self._ahead = 0  # the number of these to read with it
+        self._ahead = 0  # number of next runs to read together with this one
         captures = any(op.kind == CAPTURE for op in self._ops)
-        if not is_kept_elsewhere and (captures or request.code):  # else nothing to release here
+        if not is_kept_elsewhere and (captures or request.code):  # otherwise this object has nothing to release
             self._release = weakref.finalize(self, owner.engine.release, [self.key])
             self._release.atexit = False
 
@@ -164,7 +164,7 @@ class Run:
         return self._bound.ops if self._bound is not None else ()
 
     def _stored_op(self, number: int) -> BoundOp:
-        """Return the op whose stored rows have this number (`stored_op`)."""
+        """Return the op whose stored rows have this op number (`stored_op`)."""
         return self._ops[number % PROBE]
 
     @property
@@ -246,14 +246,14 @@ class Run:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason "probe:NAME" if `stop_when` ended the run, else None. NAME is the first probe of the condition
-        that decided it. The condition held at the run's last token, the last token with scores."""
+        """The reason "probe:NAME" if `stop_when` ended the run, else None. NAME is the first probe that decided the
+        condition. The condition held at the run's last token, the last token with scores."""
         return self.answer.stop_reason
 
     def __getitem__(self, site: Site | str) -> torch.Tensor:
         """Return a site's captured rows, on the CPU, in the capture's dtype: [T, W] for one layer, at the T positions
-        `run.positions(site)`, and [L, T, W] for several, the layers `run.layers(site)`. `run[pc.resid_post]` has the
-        layers that were captured; a list or a range of layers must have been captured completely. Sites with heads have
+        `run.positions(site)`, and [L, T, W] for several, the layers `run.layers(site)`. `run[pc.resid_post]` has all
+        captured layers; every layer of a list or range must have been captured. Sites with heads have
         [T, H, E]; an integer index drops its axis, so `run[pc.z[5, 3]]` is [T, E]. A capture projected by W [k, D] has
         [T, k].
 
@@ -301,7 +301,7 @@ class Run:
         return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()  # pyright: ignore[reportReturnType]
 
     def shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
-        """Slice and reshape a point's rows to one site's."""
+        """Slice and reshape a point's rows to those of a site."""
         parts = self.site_map.parts(at.name)
         if parts is None or ref.point in self._projected:
             return rows
@@ -331,7 +331,7 @@ class Run:
         return first
 
     def _read_positions(self, ref: SiteRef, ordinal: int | None, name: str) -> np.ndarray:
-        """Return the positions captured at one layer, including all those pooled to one row in a step."""
+        """Return the positions captured at one layer, including all positions that were pooled into one row."""
         for op in (self._ops[i] for i in self._captures_at.get(ref.point, ())):
             if _in_step(op):
                 return self._computed(position_array(op.ranges))
@@ -348,7 +348,7 @@ class Run:
         return bool(self._captured or self._probe_ops)
 
     def captured_of(self, refs: Iterable[SiteRef]) -> list[SiteRef]:
-        """Return the captured sites among `refs`. Where only a part of the row was projected, that part."""
+        """Return the captured sites among `refs`; for a projection of a part of the row, the site of that part."""
         part, projected = self.site_map.part, self._projected
         return [part(ref, projected.get(ref.point, 0)) for ref in refs if ref.point in self._captured]
 
@@ -390,16 +390,16 @@ class Run:
                 if isinstance(op.action, Keep) and op.action.probe}  # fmt: skip
 
     def _monitor(self, name: str) -> Monitor | None:
-        """Return the engine's probe of this name, if it scored this run."""
+        """Return the engine's probe with this name, or None if it did not score this run."""
         if name in self._probe_ops or self.answer.monitored is None:
             return None
         return next((each for each in self._owner.engine.monitors if each.probe.name == name), None)
 
     @property
     def probe_names(self) -> list[str]:
-        """The names of its probes: its program's and the engine's."""
+        """The names of the run's probes: those of its program and those of the engine."""
         monitors = () if self.answer.monitored is None else self._owner.engine.monitors
-        own = (name for name in self._probe_ops if name in self._named_probes)  # the others are features of conditions
+        own = (name for name in self._probe_ops if name in self._named_probes)  # the rest are features in conditions
         return list(dict.fromkeys([*own, *(each.probe.name for each in monitors)]))
 
     def probe_positions(self, name: str) -> list[int]:
@@ -417,7 +417,7 @@ class Run:
         return self._probe_ops[name]
 
     def _products(self, name: str) -> tuple[np.ndarray, list[torch.Tensor | np.ndarray]]:
-        """Return the positions of a probe, and W h for each of its points, [T, k]."""
+        """Return a probe's positions, and its products W h, [T, k], at each of its points."""
         number = self._probe_number(name)
         points, op = self._stored_op(number).points, f"probe {name!r}"
         keys = [(point, number) for point in points]
@@ -433,12 +433,12 @@ class Run:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """A key shared by runs whose captures are read in the same way, at the same positions."""
+        """A key that is equal for runs whose captures are read in the same way, at the same positions."""
         return id(self._ops), id(self.program), self.positions_computed, self._first, self.closed
 
     def capture_way(self, ref: SiteRef, probe: str = "") -> CaptureWay:
-        """Return the way in which a site was captured, or read by a probe. Raises `MissingSource` where rows have to be
-        read run by run."""
+        """Return the properties of a site's captured rows, or of a probe's. Raises `MissingSource` if runs must be read
+        one at a time."""
         self.answer  # noqa: B018  raises the run's own error
         point, name = ref.point, f"probe {probe!r}" if probe else str(ref)
         number = self._probe_ops.get(probe) if probe else None
@@ -524,9 +524,9 @@ class Run:
 
     @property
     def lens(self) -> Mapping[Site | str, LensResult]:
-        """The likeliest tokens read by its lenses, by site: `run.lens[pc.resid_post[8]]`, or several layers at once,
-        `run.lens[pc.resid_post]`. If two lenses read a site, the last wins; a path such as "edits[0]" selects
-        that lens. Results are computed on first read; `lm.lens(runs)` batches many runs."""
+        """The likeliest tokens that the program's lenses read, by site: `run.lens[pc.resid_post[8]]`, or several layers
+        at once, `run.lens[pc.resid_post]`. If two lenses read a site, the last wins; a path such as "edits[0]" selects
+        the lens. Results are computed on first read; `lm.lens(runs)` batches many runs."""
         return _Lenses(self)
 
     @functools.cached_property
@@ -536,26 +536,26 @@ class Run:
 
     @functools.cached_property
     def _feature_ops(self) -> dict[str, tuple[int, int]]:
-        """The point of each `Features` and the op number of its stored rows, by path."""
+        """The (point, op number) of each `Features` op's stored rows, by path."""
         points, numbers = {op.path: op.points[0] for op in self._ops if op.points}, self._kept_for_reading
         return {path: (points[path], numbers[path]) for path, op in self.program.ops if isinstance(op, Features)}
 
     @functools.cached_property
     def _kept_for_reading(self) -> dict[str, int]:
-        """The op number of the stored rows of each lens and `Features`, by path."""
+        """The op number of the stored rows of each lens and `Features` op, by path."""
         return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and (op.action.lens or op.action.reader)}  # fmt: skip
 
     @property
     def features(self) -> Mapping[str, FeaturesResult]:
-        """The features that its program reads, by SAE name. If two ops read one SAE, the last wins; a path such as
-        "edits[0]" selects that op. Features are fetched on first read; `lm.lens(runs)` batches many runs."""
+        """The features that the program reads, by SAE name. If two ops read an SAE, the last wins; a path such as
+        "edits[0]" selects the op. Features are fetched on first read; `lm.lens(runs)` batches many runs."""
         return _FeaturesRead(self)
 
     @property
     def attention(self) -> AttentionRead:
-        """The attention that its program captured, by site and layer, such as `run.attention["pattern[3]"]`: an
-        `AttentionResult` with the positions of the keys, which captures with `top` need."""
+        """The attention that the program captured, by site and layer, such as `run.attention["pattern[3]"]`: an
+        `AttentionResult`, which includes the key positions that captures with `top` require."""
         self.answer  # noqa: B018  raises the run's own error
         return AttentionRead(self, self.attention_ops)
 
@@ -576,7 +576,7 @@ class Run:
         return self._owner.engine.sites
 
     def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Return the positions that an op selects, and the rows stored at them for reading."""
+        """Return the positions that an op selects, and the rows stored there for a lens, features or attention."""
         key = point, number
         if key not in self._fetched:
             if self.closed:
@@ -585,14 +585,14 @@ class Run:
         return self._fetched[key]
 
     def lens_between(self, first: int, end: int) -> ReadLenses:
-        """Return the lens results at positions first … end−1, by site. Lenses must have been read (`read_lenses`)."""
+        """Return the lens results at positions first … end−1, by site. Call `read_lenses` first."""
         found: dict[str, LensResult] = {}
         for site, key in _Lenses(self).keys_of_sites.items():
             found[site] = self._lens_result(site, *self._read_between(key, first, end))
         return ReadLenses(found, self.site_map)
 
     def features_between(self, first: int, end: int) -> dict[str, FeaturesResult]:
-        """Return the features at positions first … end−1, by SAE. They must have been read (`read_lenses`)."""
+        """Return the features at positions first … end−1, by SAE. Call `read_lenses` first."""
         found: dict[str, FeaturesResult] = {}
         for name, path in _FeaturesRead(self).paths.items():
             positions, ids, values = self._read_between(self._feature_ops[path], first, end)
@@ -600,7 +600,7 @@ class Run:
         return found
 
     def _read_between(self, key: tuple[int, int], first: int, end: int) -> TopTokens:
-        """Return the results of one lens, or of one `Features`, at positions first … end−1."""
+        """Return the results of a lens or `Features` op at positions first … end−1."""
         positions, ids, values = self.read_lens(key)
         rows = slice(*np.searchsorted(positions, [first, end]))
         return positions[rows], ids[rows], values[rows]
@@ -609,7 +609,7 @@ class Run:
         return LensResult(site, (), positions.tolist(), ids, logprobs, self._owner.engine.tokenizer.token_strings)
 
     def unread_lenses(self) -> dict[tuple[int, int], UnreadLens]:
-        """Return the unread lenses, by point and op."""
+        """Return the lenses and features that were not read yet, by point and op."""
         lenses: dict[tuple[int, int], UnreadLens] = {}
         for path, number in self._lens_ops.items() if self.error is None else ():
             op = self.op_at(path)
@@ -637,12 +637,12 @@ class Run:
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
 
     def read_lens(self, key: tuple[int, int]) -> TopTokens:
-        """Return the results, already read, of one lens or `Features`, by point and op. Raises `NotFinite`."""
+        """Return the results of a lens or `Features` op that was read, by point and op. Raises `NotFinite`."""
         read = self._lenses[key]
         if np.isnan(read[2]).any():
             at = self.site_map.label(key[0])
             if key in self._feature_ops.values():
-                raise NotFinite(f"the features at {at} are not finite, because the row is not")
+                raise NotFinite(f"the features at {at} are not finite, because the captured row is not finite")
             raise NotFinite(
                 f"the lens at {at} has non-finite logits: rows, possibly scaled up by its translator, overflow the "
                 "model's dtype; use bfloat16 or float32", "capture"
@@ -666,14 +666,14 @@ class Run:
         return self._locate(site)[1][0].point in self._projected
 
     def refs(self, site: Site | str) -> list[str]:
-        """Return the site's names layer by layer, each valid in `run[...]`."""
+        """Return the name of the site in each layer, for `run[...]`."""
         return [str(ref) for ref in self.site_map.resolve(parse_site(site))]
 
     # -- as a source for `From`
 
     def positions_of(self, point: int) -> np.ndarray:
         """Return the ascending positions captured at a point; empty if it was not captured. Raises `MissingSource` if
-        its rows were projected, or if they are ambiguous: captured several times, and once by token id."""
+        its rows were projected, or are ambiguous: captured several times, at least once by token id."""
         if point in self._projected or point in self.pools:
             way = "projected" if point in self._projected else "pooled"
             raise MissingSource(
@@ -688,7 +688,7 @@ class Run:
         return self._captured_computed.get(point, NO_POSITIONS)
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
-        """Return the run's positions that a selection matches, in the selection's order."""
+        """Return the positions of the run that a selection matches, in the selection's order."""
         return self._select(read_tokens(tokens, "tokens"), self.positions_computed)
 
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
@@ -699,7 +699,7 @@ class Run:
     # -- captures
 
     def layout(self, site: Site | str) -> Layout:
-        """Return the layout of `run[site]`, without reading its rows. Raises the same errors."""
+        """Return the layout of `run[site]` without reading rows. Raises the same errors as `run[site]`."""
         at, refs, ordinal = self._locate(site)
         if len(refs) > 1:
             raise ProgramError(f"expected one layer, such as {refs[0]}, got {at} with {len(refs)}")
@@ -722,7 +722,7 @@ class Run:
         return Layout(at, ref, stored, positions, shape, "float32" if pool else dtype, pool)
 
     def rows_between(self, layout: Layout, first: int, end: int, captured: list[Captured]) -> torch.Tensor:
-        """Return the rows of `run[site]` at positions first … end−1, from the engine's captures of each `stored`."""
+        """Return the rows of `run[site]` at positions first … end−1. `captured`: the rows of each `stored`."""
         import torch
 
         parts = []
@@ -746,12 +746,12 @@ class Run:
 
     @property
     def _captured(self) -> dict[int, np.ndarray]:
-        """The positions captured at each point if the run generates `max_tokens`."""
+        """The positions captured at each point, assuming that the run generates `max_tokens`."""
         return self._bound.captured if self._bound is not None else {}
 
     @functools.cached_property
     def _captured_computed(self) -> dict[int, np.ndarray]:
-        """The positions captured at each point; points with equal positions share an array."""
+        """The computed positions captured at each point. Points with equal positions share an array."""
         arrays = {id(positions): positions for positions in self._captured.values()}
         shared = {key: self._computed(positions) for key, positions in arrays.items()}
         return {point: shared[id(positions)] for point, positions in self._captured.items()}
@@ -771,20 +771,20 @@ class Run:
         return {op.path: ordinal for ordinal, op in enumerate(self._ops) if captures_site(op)}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
-        """Return the computed positions to read among the ascending `positions`."""
+        """Return those of the ascending `positions` that were computed and are to be read."""
         begin, end = np.searchsorted(positions, [self._first, self.positions_computed])
         return positions[begin:end]
 
     def _locate(self, site: Site | str) -> tuple[Site, list[SiteRef], int | None]:
-        """Return the site (of the `Capture`, for a path), its refs, and the index of the `Capture` (None for a site).
-        All layers means the captured layers."""
+        """Return the site of a name or `Capture` path, its refs, and the `Capture`'s index (None for a name). A site of
+        all layers means the captured layers."""
         self.answer  # noqa: B018  raises the run's own error
         ordinal = self._capture_of_path.get(site) if isinstance(site, str) else None
         at = self._site(site)
         return at, self.captured_layers(at), ordinal
 
     def captured_layers(self, at: Site) -> list[SiteRef]:
-        """Return the refs of a site; for a site of all layers, the captured ones if there are any."""
+        """Return the refs of a site. A site of all layers returns the captured layers, or all if none was captured."""
         refs = self.site_map.resolve(at)
         captured = [ref for ref in refs if ref.point in self._captured] if at.layers is None else []
         return captured or refs
@@ -811,7 +811,7 @@ class Run:
 
     @functools.cached_property
     def pools(self) -> dict[int, str]:
-        """The pooling of each pooled point, by point."""
+        """The pooling of each pooled point."""
         keeps = [(op.action, op.points) for op in self._ops if captures_site(op)]
         return {point: POOLS[keep.pool - 1] for keep, points in keeps if isinstance(keep, Keep) and keep.pool
                 for point in points}  # fmt: skip
@@ -821,7 +821,7 @@ class Run:
         return self.op_at(site).at if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
 
     def of_attention(self, site: Site | str) -> tuple[Site, str] | None:
-        """Return a name's attention site and its capture's path, or ""; None if it is not an attention site."""
+        """Return the attention site of a name, and the path of its capture ("" for a site); None for other sites."""
         path = site if isinstance(site, str) and any(op.path == site for _, op in self.attention_ops) else ""
         at = self.op_at(path).at if path else self._site(site)
         return (at, path) if at.name in DERIVED else None
@@ -855,7 +855,7 @@ class Run:
         return ordinals
 
     def _dtypes(self, ordinals: list[int]) -> set[str]:
-        """Return the dtypes of the given ops' rows; rows are pooled in fp32, on the device or the host."""
+        """Return the dtypes of the given ops' rows. Pooled rows are fp32, on the device and on the host."""
         actions = [self._stored_op(i).action for i in ordinals]
         return {DTYPES[0 if action.pool else action.dtype] for action in actions if isinstance(action, Keep)}
 
@@ -866,14 +866,14 @@ class Run:
         return self._computed(position_array(self._stored_op(ordinal).kept))
 
     def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the positions, and the mask of those that the op selects now that the tokens are known (None: all)."""
+        """Return the positions, and a mask of those that the op selects, given the generated tokens (None: all)."""
         op = self._stored_op(ordinal)
         if not _conditional(op):
             return positions, None
         return positions, np.isin(positions, self._select(self.op_at(op.path).tokens, self._limit))
 
     def _matching(self, point: int, ordinal: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Return the rows that one op captured and, now that the tokens are known, selects."""
+        """Return the positions and rows that an op captured and selects, given the generated tokens."""
         positions, rows = self._stored(point, ordinal, name)
         _, selected = self._selected(ordinal, positions)
         if selected is None:
@@ -882,7 +882,7 @@ class Run:
         return positions[places], rows[places]
 
     def _stored(self, point: int, ordinal: int | None, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Return the engine's rows of one op or of all (None) at a point, up to the last computed position."""
+        """Return the positions and rows that one op or all (None) captured at a point, up to the last computed one."""
         expected = self._expected(point, ordinal)
         if (point, ordinal) not in self._prefetched:
             self._prefetch([(point, ordinal)])
@@ -891,7 +891,7 @@ class Run:
         rows = rows if len(rows) else rows.reshape(0, width)
         if rows.shape[1] != width:
             raise PatchclampError(f"{name}: expected rows of {width} numbers, got {rows.shape[1]}")
-        if self._equal[0] is expected and self._equal[1] is positions:  # most points of a run share their positions
+        if self._equal[0] is expected and self._equal[1] is positions:  # most points share an array
             return positions, rows
         count = len(self._computed(positions))
         if not np.array_equal(positions[:count], expected):
@@ -902,7 +902,7 @@ class Run:
 
     def _prefetch(self, keys: Sequence[tuple[int, int | None]]) -> None:
         """Fetch the rows to read now, by (point, op), with the run's other captures if they are small or views, and
-        with small captures of the call's next runs: twice as many each time, while runs are read in order.
+        with small captures of the call's next runs. While runs are read in order, the number of next runs doubles.
         """
         points = list(self._captured)
         if self.captured_bytes > MAX_PREFETCH_BYTES:
@@ -929,7 +929,7 @@ class Run:
             self._take_rows([(self, key) for key in keys])
 
     def _take_rows(self, unread: list[tuple[Run, tuple[int, int | None]]]) -> None:
-        """Fetch rows of runs."""
+        """Fetch the given rows of runs, and store them there."""
         captured = self._owner.engine.fetch_many([Wanted(run.key, *key, run._first) for run, key in unread])
         for (run, key), rows in zip(unread, captured, strict=True):
             run.take_fetched({key: rows})
@@ -962,12 +962,12 @@ class Run:
         return 4 * len(self._captured_computed[point]) * self.width_at(point)
 
     def stored_bytes_at(self, point: int) -> int:
-        """Return the same size in the capture's own dtype."""
+        """Return the approximate size of one point's captured rows in the capture's dtype, in bytes."""
         item = self._bound.captured_item_bytes.get(point, 4) if self._bound is not None else 4
         return self.bytes_at(point) * item // 4
 
     def width_at(self, point: int, ordinal: int | None = None) -> int:
-        """Return the number of captured values per row at a point, by one op or by all but probes (None)."""
+        """Return the number of values per captured row at a point, for one op or (None) all ops except probes."""
         if ordinal is not None and isinstance(keep := self._stored_op(ordinal).action, Keep) and keep.is_private:
             return keep.numbers or self.site_map.points[point].width
         width = self._bound.captured_width.get(point, 0) if self._bound is not None else 0
@@ -1032,14 +1032,14 @@ class Rows(PublicStruct, frozen=True, eq=False):
 
 
 class _Readings(Mapping[Any, Any]):
-    """A mapping whose `[...]` raises this package's errors for missing keys."""
+    """A mapping that raises this package's errors for missing keys."""
 
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401  it would call itself
 
 
 class _Probes(_Readings):
-    """`run.probes`; results are read on access."""
+    """The mapping `run.probes`. Results are read on access."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -1066,7 +1066,7 @@ class LensResult(NamedTuple):
     layers: the layers of the first axis if the site has several, else ()
     positions: the positions of the rows read
     ids, logprobs: token ids, int32, and log-probabilities, fp32: [T, top], or [L, T, top] for several layers
-    token_strings: returns the texts of ids
+    token_strings: function that returns the texts of ids
     """
 
     site: str
@@ -1123,11 +1123,11 @@ class FeaturesResult(NamedTuple):
 
 
 class _FeaturesRead(_Readings):
-    """`run.features`; results are computed on access."""
+    """The mapping `run.features`. Results are computed on access."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.paths = {op.name: path for path, op in run.program.ops if isinstance(op, Features)}  # of the last ones
+        self.paths = {op.name: path for path, op in run.program.ops if isinstance(op, Features)}  # of the last ops
 
     def __getitem__(self, name: str) -> FeaturesResult:
         run = self._run
@@ -1155,17 +1155,17 @@ class _FeaturesRead(_Readings):
 
 
 class _Lenses(_Readings):
-    """`run.lens`; results are computed on access."""
+    """The mapping `run.lens`. Results are computed on access."""
 
     def __init__(self, run: Run) -> None:
         self._run, sites = run, run.site_map
         self.keys_of_sites = {str(ref): (ref.point, number) for path, number in run._lens_ops.items()
                               for ref in sites.resolve(run.op_at(path).at)}  # fmt: skip
-        self._number = dict(self.keys_of_sites.values())  # of the last lens, by point
+        self._number = dict(self.keys_of_sites.values())  # op of the last lens, by point
 
     def _find(self, site: Site | str) -> tuple[Site, list[SiteRef], list[tuple[int, int]]]:
-        """Return a site, its layers that were read, and each layer's point and op; no layers if any listed layer was
-        not read."""
+        """Return a site, its layers that a lens read, and the (point, op) of each; no layers if a listed layer was not
+        read."""
         run = self._run
         if isinstance(site, str) and site in run._lens_ops:
             at = run.op_at(site).at
@@ -1189,7 +1189,7 @@ class _Lenses(_Readings):
     def __contains__(self, site: object) -> bool:
         try:
             return isinstance(site, (str, Site)) and bool(self._find(site)[1])
-        except PatchclampError:  # no site of this model
+        except PatchclampError:  # not a site of this model
             return False
 
     def __iter__(self) -> Iterator[str]:
@@ -1203,7 +1203,7 @@ class _Lenses(_Readings):
 
 
 def _of_layers(at: Site, refs: Sequence[SiteRef], read: Sequence[LensResult]) -> LensResult:
-    """Stack the results of a site's layers; a site with one layer returns its result unchanged."""
+    """Stack the results of a site's layers. The result of a single-layer site is returned unchanged."""
     if not is_stacked(at):
         return read[0]
     first = read[0]
@@ -1215,15 +1215,15 @@ def _of_layers(at: Site, refs: Sequence[SiteRef], read: Sequence[LensResult]) ->
 
 
 def joined(read: Sequence[_OfTokens]) -> _OfTokens:
-    """Join the results of a lens at one layer, or of features, at consecutive tokens."""
+    """Concatenate the results of a lens at one layer, or of features, over consecutive tokens."""
     arrays = [name for name, value in read[0]._asdict().items() if isinstance(value, np.ndarray)]
     whole = {name: np.concatenate([getattr(each, name) for each in read]) for name in arrays}
     return read[0]._replace(positions=[at for each in read for at in each.positions], **whole)
 
 
 def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:
-    """Compute the runs' unread lenses and features, in few engine calls. `wanted` limits features and translated lenses
-    to these points and ops, because each sends its matrix. Raises `MissingSource` for a closed run.
+    """Compute the runs' unread lenses and features in few engine calls. `wanted`: the (point, op) pairs of the features
+    and translated lenses to compute, since each sends a matrix; None: all. Raises `MissingSource` for a closed run.
     """
     by_lens: dict[tuple[int, Translator | FeatureReader | None], list[tuple[Run, tuple[int, int], int]]] = {}
     for run in runs:
@@ -1232,7 +1232,7 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
                 continue
             if run.closed:
                 raise MissingSource(f"run {run.key} was closed before its lenses were read")
-            if rows == 0:  # as in most parts of a stream, if the lens reads the prompt alone
+            if rows == 0:  # most parts of a stream, for a lens on the prompt
                 none = np.zeros((0, top))
                 run.take_lenses({key: (NO_POSITIONS, none.astype(np.int32), none.astype(np.float32))})
                 continue
@@ -1242,7 +1242,7 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
         for part in np.split(np.arange(len(lenses)), np.flatnonzero(np.diff(ends)) + 1):
             some = [lenses[i] for i in part]
             rows = [Wanted(run.key, point, op, run._first) for run, (point, op), _ in some]
-            if isinstance(by, FeatureReader):  # they were computed within the step
+            if isinstance(by, FeatureReader):  # already computed within the step
                 found = [_features_in(*captured, top) for captured in engine.fetch_many(rows)]
             else:
                 found = engine.lens_many(rows, top, by)
@@ -1265,7 +1265,7 @@ def fetch_probes(engine: Engine, runs: Iterable[tuple[Run, Iterable[str]]]) -> N
 
 
 def probe_scores(probe: Probe, products: torch.Tensor | np.ndarray, name: str) -> torch.Tensor | np.ndarray:
-    """Compute a probe's scores from its products W h [T, k]: [T, k], or [k] if they are pooled."""
+    """Compute a probe's scores, [T, k], or [k] if pooled, from its products W h, [T, k]."""
     if probe.bias is not None:
         bias = probe.bias.array()
         products = products + (bias if isinstance(products, np.ndarray) else products.new_tensor(bias))
@@ -1300,7 +1300,7 @@ def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
         raise TokensError(f"{name}: the selection is empty, so there is nothing to pool", "pool")
     first, last = np.cumsum(count) - count, np.cumsum(count) - 1
     values = np.empty((runs, *rows.values.shape[1:]), np.float32)
-    for length in np.unique(count):  # runs with equally many rows are one array
+    for length in np.unique(count):  # runs with equal row counts are pooled together
         some = np.flatnonzero(count == length)
         each = rows.values[first[some, None] + np.arange(length)] if pool != "last" else rows.values[last[some], None]
         values[some] = each.mean(1, dtype=np.float64) if pool == "mean" else each.max(1)
@@ -1320,7 +1320,7 @@ def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tenso
 
 
 class _BySite(dict[str, _Result]):
-    """Results by site name, such as "resid_post[3]". `[...]` takes a site by any of its names, and joins its layers."""
+    """Results by site name, such as "resid_post[3]". Indexing accepts any name of a site, and joins its layers."""
 
     def __init__(self, results: dict[str, _Result], sites: SiteMap) -> None:
         super().__init__(results)
@@ -1367,14 +1367,14 @@ class Captures(_BySite["torch.Tensor"]):
 
 
 class ReadLenses(_BySite[LensResult]):
-    """The results of lenses at the tokens of one part of a stream."""
+    """The lens results for the tokens of one part of a stream."""
 
     def _joined(self, at: Site, refs: list[SiteRef], results: list[LensResult]) -> LensResult:
         return _of_layers(at, refs, results)
 
 
 def check_pools(refs: Sequence[SiteRef], pools: Mapping[int, str]) -> None:
-    """Raise `ProgramError` if layers are pooled in different ways, by point."""
+    """Raise `ProgramError` if the layers differ in pooling. `pools`: the pooling by point."""
     first = refs[0]
     for ref in refs[1:]:
         if pools.get(ref.point) != pools.get(first.point):
@@ -1385,7 +1385,7 @@ def check_pools(refs: Sequence[SiteRef], pools: Mapping[int, str]) -> None:
 
 
 def stacked(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Stack the rows of layers: tensors, or the fake engine's arrays."""
+    """Stack the rows of layers, which are tensors or the fake engine's arrays."""
     shapes = list(dict.fromkeys(str(list(row.shape)) for row in rows))
     if len(shapes) > 1:
         raise ProgramError(f"expected layers of the same shape, got {' and '.join(shapes)}; read one layer at a time")
@@ -1397,10 +1397,10 @@ def stacked(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _in_step(op: BoundOp) -> bool:
-    """True if the rows of each step were pooled on the device."""
+    """True if an op's rows were pooled on the device within each step."""
     return isinstance(op.action, Keep) and op.action.in_step
 
 
 def _conditional(op: BoundOp) -> bool:
-    """True if the generated tokens decide which of an op's captured positions count."""
+    """True if the generated tokens decide which of an op's captured positions are used."""
     return isinstance(op.action, Keep) and op.action.conditional

@@ -1,4 +1,4 @@
-"""`pc.Stream`: the output of a run, part by part as it is generated; and `RunWatch`: its readouts meanwhile."""
+"""`pc.Stream`: the output of a run, part by part as it is generated. `RunWatch`: the readouts of a running request."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class RunWatch:
     A token has readouts once it was an input, one step after it was sampled. A run's last token has none.
 
     ids: the generated tokens so far
-    names: the probes to read: the condition's, and in a stream all probes that are not pooled
+    names: the probes to read: those of the condition, and in a stream all probes without pooling
     has_lenses: True in a stream with lenses or features
-    read_to: the first position whose scores were not read yet
-    end: the number of tokens to keep and the stop reason, once the condition has held
+    read_to: the first position whose scores have not been read
+    end: the number of tokens to keep and the stop reason, once the condition has held; else None
     report: called after each part, if the watch is the request's listener
     """
 
@@ -49,12 +49,12 @@ class RunWatch:
         self.read_to: int = 0
         self.end: tuple[int, str] | None = None
         self._condition, self._look_at = condition, look_at
-        self._run: Run | None = None  # of the last look
-        self._first, self._is_streamed = 0, streamed is not None  # the first position to read: in a stream, to return
+        self._run: Run | None = None  # the run at the last look
+        self._first, self._is_streamed = 0, streamed is not None  # first position to read, or in a stream to return
         self.report: Callable[[], None] = lambda: None
         compared = [] if condition is None else comparisons(condition)
         scored = {} if streamed is None else streamed.probes
-        self._scored = [name for name, probe in scored.items() if probe.pool is None]  # before the end of a run
+        self._scored = [name for name, probe in scored.items() if probe.pool is None]  # available before the end
         self.names: list[str] = list(dict.fromkeys([*(each.probe.name for each in compared), *self._scored]))
         self.has_lenses: bool = streamed is not None and any(isinstance(op, (Lens, Features)) for _, op in streamed.ops)
         actions = () if request.bound is None else request.bound.ops
@@ -84,7 +84,7 @@ class RunWatch:
         return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
-        """Take the fetched readouts of `run`."""
+        """Take the fetched readouts of `run`, and test the condition on them."""
         self.read_to, self._run = run.positions_computed, run
         if self._condition is not None and self.end is None:
             self.end = run.stopped_at(self._condition)
@@ -117,13 +117,13 @@ class RunWatch:
 
 
 def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> list[PatchclampError | None]:
-    """Read the runs' readouts so far, or with an answer all of a run's, in one engine call for all probes and one for
-    each kind of lens and each SAE. Blocks. Returns each run's error."""
+    """Read the readouts of runs: those so far, or all if the run's answer is given. Makes one engine call for all
+    probes and one for each kind of lens and each SAE. Blocks. Returns each run's error, or None."""
     try:
         runs = [watch.run(answer) for watch, answer in watches]
         fetch_probes(engine, [(run, watch.names) for run, (watch, _) in zip(runs, watches, strict=True)])
         read_lenses(engine, [run for run, (watch, _) in zip(runs, watches, strict=True) if watch.has_lenses])
-        for run in runs:  # before any is taken
+        for run in runs:  # check all runs before any is taken
             run.check_lenses()
         for run, (watch, _) in zip(runs, watches, strict=True):
             watch.take(run)
@@ -135,12 +135,12 @@ def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> l
 
 
 class WatchedRuns:
-    """Requests submitted together. Those with a `RunWatch` end at the token where their condition first holds.
-    Construct it before submitting them."""
+    """Requests submitted together. A request with a `RunWatch` ends at the token where its condition first holds.
+    Construct this object before submitting the requests."""
 
     def __init__(self, engine: Engine, watches: Sequence[RunWatch | None]) -> None:
         self._engine, self._watches = engine, watches
-        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers of requests with new tokens, or ended
+        self._news: queue.SimpleQueue[int] = queue.SimpleQueue()  # indices of requests with new tokens or an end
         for i, watch in enumerate(watches):
             if watch is not None:
                 watch.report = functools.partial(self._news.put, i)
@@ -163,7 +163,7 @@ class WatchedRuns:
                 if watch is not None and watch.end is None and not isinstance(answer, PatchclampError):
                     looks[i] = watch, answer
             for i, failure in zip(looks, look(self._engine, list(looks.values())), strict=True):
-                if failure is not None and i in answers:  # else the run has failed, or it is looked at again
+                if failure is not None and i in answers:  # otherwise the run failed, or is read again
                     answers[i] = failure
             self._engine.end([watch.request for watch, _ in looks.values() if watch.end is not None])
         pairs = [(answers[i], watch) for i, watch in enumerate(self._watches)]
@@ -183,9 +183,9 @@ class Stream:
     """The output of one run as it is generated: `for part in stream`, or `async for`, yields each `Part`.
 
     Joined, the parts equal the output of `lm.run`. After the last one, `stream.run` is the `Run` with its captures.
-    Before that, `stream.so_far` is the run up to the parts read, with its captures by then. In a run with probes,
-    lenses or features each part has its tokens' readouts, and comes one step later, once they exist. An error of the
-    run is raised in place of the next part. An error detected only at the end, such as non-finite edits on vLLM, is
+    Before that, `stream.so_far` is the run up to the parts read, with its captures so far. In a run with probes,
+    lenses or features each part has its tokens' readouts, and arrives one step later, once they exist. An error of
+    the run is raised in place of the next part. An error detected only at the end, such as non-finite edits on vLLM, is
     raised after parts that were already read.
 
     The run stops and its memory is freed if the stream is closed, left by its `with` or `async with`, or
@@ -197,21 +197,21 @@ class Stream:
         look_at: Callable[[Answer], Run], watch: RunWatch | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._key, self._watch = engine, request.run, watch
-        self._held: Part | None = None  # the newest part, whose readouts do not exist yet
+        self._held: Part | None = None  # the newest part, until its readouts exist
         self._look_at: Callable[[Answer], Run] | None = look_at
         self._has_logprobs, self._parts = request.logprobs is not None, list[Part]()
         self._make_run: Callable[[Answer | PatchclampError], Run] | None = make_run
         self._mailbox = request.listener = mailbox = _Mailbox(watch)
         self._run: Run | None = None
         self._error: PatchclampError | None = None
-        self._unread = weakref.finalize(self, _drop, mailbox, engine, request.run)  # alive until the end is read
+        self._unread = weakref.finalize(self, _drop, mailbox, engine, request.run)  # alive until the end was read
         self._unread.atexit = False
         [future] = engine.submit([request])
         future.add_done_callback(mailbox.end)
 
     @property
     def run(self) -> Run:
-        """The run, once the last part was read. Raises its error if it failed, and `ProgramError` before the end."""
+        """The run, once the last part was read. Raises the error of a failed run, and `ProgramError` before the end."""
         if self._error is not None:
             raise self._error
         if self._run is None:
@@ -224,13 +224,13 @@ class Stream:
 
     @property
     def so_far(self) -> Run:
-        """The run up to the parts read, with its captures by then; after the last part, `run`. Each access returns a
+        """The run up to the parts read, with its captures so far; after the last part, `run`. Each access returns a
         new object, whose captures can be read until the stream ends. Programs cannot use it in `From`. Raises
         `ProgramError` before the first part and after `close`."""
         if not self._unread.alive:
             return self.run
         if not self._parts:
-            raise ProgramError("no part of the stream has been read yet: captures arrive with the first one")
+            raise ProgramError("no part of the stream has been read yet: captures arrive with the first part")
         token_ids = [token for part in self._parts for token in part.token_ids]
         logprobs = [each for part in self._parts for each in part.logprobs] if self._has_logprobs else None
         assert self._look_at is not None
@@ -246,7 +246,7 @@ class Stream:
             self._engine.abort([self._key])
 
     async def aclose(self) -> None:
-        """Close the stream as `close` does, which does not block."""
+        """Close the stream as `close` does. Neither blocks."""
         self.close()
 
     def __iter__(self) -> Stream:
@@ -295,7 +295,7 @@ class Stream:
             return self._readable(held, self._watch, item)
         if self._unread.detach() is None:
             return None
-        make_run, self._make_run, self._look_at = self._make_run, None, None  # they hold vectors
+        make_run, self._make_run, self._look_at = self._make_run, None, None  # these hold vectors
         self._parts.clear()
         assert make_run is not None
         try:
@@ -336,7 +336,7 @@ class Stream:
         logprobs, scores = [] if cut.logprobs is None else cut.logprobs[before:], dict[str, PartScores]()
         if (products := cut.monitored) is not None:
             for each in self._engine.monitors:
-                sent_scores = (one.scores.get(each.probe.name) for one in self._parts)  # none may have arrived yet
+                sent_scores = (one.scores.get(each.probe.name) for one in self._parts)  # may not have arrived yet
                 first = sum(len(one.positions) for one in sent_scores if one is not None)
                 positions = list(range(first, len(products)))
                 scores[each.probe.name] = PartScores(positions, each.scores(products[first:]))
@@ -363,7 +363,7 @@ class Stream:
         return f"<Stream {self._key}: {state}>"
 
 
-HELD = Part("", [], [])  # stands for a part that waits for its readouts
+HELD = Part("", [], [])  # placeholder for a part that waits for its readouts
 
 
 class _Mailbox:
@@ -395,18 +395,18 @@ class _Mailbox:
                 self._wakers.popleft()()
 
     def take(self) -> Part | Answer | PatchclampError:
-        """Take the next item; blocks until there is one."""
+        """Take the next item. Blocks until there is one."""
         return self._items.get()
 
     async def awaited(self) -> Part | Answer | PatchclampError:
-        """Take the next item, on asyncio."""
+        """Take the next item; awaits it on asyncio."""
         loop = asyncio.get_running_loop()
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._items.get_nowait()
             posted = loop.create_future()
             self._wakers.append(functools.partial(wake, loop, posted))
-            if self._items.empty():  # an item posted before the waker would not wake it
+            if self._items.empty():  # an item posted before the waker was set would not wake it
                 await posted
 
 
@@ -417,6 +417,6 @@ def wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
 
 
 def _drop(mailbox: _Mailbox, engine: Engine, run: str) -> None:
-    """Free a stream that was dropped. The garbage collector calls it, so it must not wait for a lock."""
+    """Free a dropped stream. The garbage collector calls this, so it must not wait for a lock."""
     mailbox.closed = True
     engine.release([run])

@@ -1,10 +1,10 @@
-"""The fake engine: the whole `Engine` protocol in NumPy, with its own tokenizer, for tests and docs without a model.
+"""The fake engine: the complete `Engine` protocol in NumPy, with its own tokenizer, for tests and docs.
 
 A tiny Llama with random weights, fp32, seeded. Every row is computed on its own, with a fixed order of sums, so a
 request's bits do not depend on its batch or on how its prompt is chunked. Programs run through the planner and the
 reference kernel. This engine's behaviour is the reference for other engines.
 
-    R rows of a step · N requests of it · D model width · H heads · E head size · M MLP width · V vocabulary
+    R rows of a step · N requests of a step · D model width · H heads · E head size · M MLP width · V vocabulary
     T positions so far
 """
 
@@ -74,7 +74,7 @@ class FakeTokenizer:
     """Words with a leading space, and single characters; the longest match wins. Any text can be encoded.
 
     A character outside the vocabulary becomes one of the letter tokens, by its hash; `spell` still returns its offsets.
-    A smaller vocabulary has fewer words; a larger one has tokens that no text encodes to.
+    A smaller vocabulary has fewer words; a larger vocabulary has tokens that no text encodes to.
     """
 
     def __init__(self, d_vocab: int) -> None:
@@ -105,7 +105,7 @@ class FakeTokenizer:
         return [self._texts[i] for i in ids]
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
-        """Return the ids' text (`text` if it encodes to them) and token offsets; special tokens are empty."""
+        """Return the text of ids (`text`, if it encodes to them) and each token's offsets, empty for special tokens."""
         ids = list(ids)
         bare = [i for i in ids if i >= len(SPECIAL)]
         matches = text is not None and ids in (self.encode(text), self.bare(text))
@@ -225,7 +225,7 @@ class FakeEngine(Engine):
             self._captured.pop(run, None)
 
     def abort(self, runs: list[str]) -> None:
-        """Free the captures of runs. They have ended when `submit` returns."""
+        """Free the captures of runs. The runs themselves have ended when `submit` returns."""
         self.release(runs)
 
     def check_sampling(self, sampling: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class FakeEngine(Engine):
         return self._net.weight(name, layer)
 
     def status(self) -> dict[str, int]:
-        """Return counts of resources. Tables exist only during a batch."""
+        """Return counts of resources. Program tables exist only during a batch."""
         counts = {"programs": self._programs, "runs": len(self._captured), "steps_planned": self._planned}
         return {**counts, "pinned": 0, "vectors": 0}
 
@@ -299,7 +299,7 @@ class FakeEngine(Engine):
     def _generate(self, writers: list[_ActiveRequest], values: dict[str, np.ndarray]) -> dict[str, PatchclampError]:
         bounds = [writer.request.bound for writer in writers if writer.request.bound is not None]
         capturing = (bound for bound in bounds if any(op.kind == CAPTURE for op in bound.ops))
-        self._captured |= {bound.run: [] for bound in capturing}  # other runs are never released
+        self._captured |= {bound.run: [] for bound in capturing}  # runs without captures are never released
         code = {number: (w.request.run, fn) for w in writers for number, fn in w.request.code.items()}
         programs, self._programs = _Programs(self.sites, bounds, values, code), len(bounds)
         while working := [writer for writer in writers if writer.reason is None]:
@@ -395,7 +395,7 @@ class _Programs:
         return tap
 
     def _fail(self, slots: np.ndarray, point: int) -> None:
-        """Record for the runs in `slots` that their edits at a point are not finite; a run keeps its first error."""
+        """Record that the edits of the runs in `slots` at a point are not finite. A run keeps its first error."""
         for slot in np.unique(slots).tolist():
             self.errors.setdefault(self._run[slot], not_finite(self._sites.label(point)))
 
@@ -461,11 +461,11 @@ class _ActiveRequest:
             self.reason = "stop"
         elif generated == self.request.max_tokens:
             self.reason = "length"
-        if self.request.listener is not None:  # in this vocabulary every token is complete text
+        if self.request.listener is not None:  # every token of this vocabulary is complete text
             self.request.listener(Part(self._tokenizer.decode([token]), [token], self.logprobs[-1:]))
 
     def take_prompt(self, logits_NV: np.ndarray) -> None:
-        """Read the log-probabilities of the prompt's tokens from the logits at the tokens before them."""
+        """Compute the log-probability of each prompt token from the logits at the token before it."""
         top, tokens = self.request.prompt_logprobs or 0, self.request.prompt_token_ids[self.computed + 1 :]
         for token, logprobs_V in zip(tokens, log_softmax(logits_NV), strict=False):  # the last row predicts none
             self.prompt_logprobs.append(float(logprobs_V[token]))
@@ -506,14 +506,14 @@ class _Net:
         self._embedding_VD = draw.standard_normal((d_vocab, d_model)).astype(np.float32)
         self._layers = [_Layer(*(weight(*shape) for shape in shapes)) for _ in range(layers)]
         self._unembedding_DV = weight(d_model, d_vocab)
-        self.normed_RD: np.ndarray = np.zeros((0, d_model), np.float32)  # of the last step
+        self.normed_RD: np.ndarray = np.zeros((0, d_model), np.float32)  # normed rows of the last step
         self._heads, self._size = heads, d_model // heads
         frequency = 10000.0 ** -(np.arange(self._size // 2) / (self._size // 2))
         angle = np.arange(positions)[:, None] * frequency
         self._cos, self._sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
     def weight(self, name: str, layer: int | None) -> np.ndarray | None:
-        """Return a weight by its name in `engines.weights`; None for biases and norms, which it does not have."""
+        """Return a weight by its name in `engines.weights`; None for biases and norms, which this model lacks."""
         if layer is None:
             return {"W_E": self._embedding_VD, "W_U": self._unembedding_DV}.get(name)
         of, split = self._layers[layer], (-1, self._heads, self._size)
@@ -563,7 +563,7 @@ class _Net:
     def _attention(
         self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_ActiveRequest, int]], tap: Tap
     ) -> np.ndarray:
-        """Write the rows' keys and values to their requests' caches, then attend from every row over its cache."""
+        """Write the rows' keys and values to their requests' caches, then attend from every row over that cache."""
         positions = [p for _, p in rows]
         q_RD, k_RD, v_RD = (_times(h_RD, weight) for weight in (layer.q_DD, layer.k_DD, layer.v_DD))
         for kind, projected_RD in (("q", q_RD), ("k", k_RD), ("v", v_RD)):

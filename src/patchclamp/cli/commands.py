@@ -1,5 +1,5 @@
 """The commands other than studies (`demo`, `doctor`, `export`, `harvest`, `parity`, `push`, `run`, `serve`, `sites`),
-and option parsing."""
+and the parsing of options."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NOT_OPTIONS = {"model": "the first argument", "engine": "--engine", "prove": "pa
 
 
 def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
-    """Parse an option's text with `read`. Errors carry the option as their path."""
+    """Parse an option's text with `read`. Errors get the option as their path."""
     try:
         return read(*given)
     except PatchclampError as error:
@@ -106,11 +106,11 @@ def flag_of(field: StudyField) -> str:
 
 
 def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Read a study's fields from the options. A value that needs the model becomes a function of (lm, study)."""
+    """Convert options to a study's fields. A value that needs the model becomes a function of (lm, study)."""
     fields = {}
     for name, text in given["fields"].items():
         field = study.fields()[name]
-        assert field.arg.parse is not None  # or it would not be an option
+        assert field.arg.parse is not None  # fields without a parser are not options
         parse = functools.partial(under, flag_of(field), field.arg.parse)
         if text is None or text == [] or (name == "source" and given["source"]):
             continue
@@ -154,7 +154,7 @@ def read_source(text: str | None, seed: int, mean_tokens: str | None, mean_by_po
 
 
 def read_mask(text: str) -> Any:
-    """Parse a mask: a bank entry, an array file, or columns, which are resolved once the model is loaded."""
+    """Parse a mask: a bank entry, an array file, or columns. Columns are resolved once the model is loaded."""
     from patchclamp.language.tokens import parse_index
     from patchclamp.studies.sources import columns_mask
 
@@ -183,7 +183,7 @@ def read_array(path: Path, option: str) -> Any:
 
 
 class PairLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of the `--pairs` file, for a study of a clean and a corrupt prompt."""
+    """A line of the `--pairs` file for a study of clean and corrupt prompts."""
 
     clean: Any
     corrupt: Any
@@ -193,7 +193,7 @@ class PairLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ContrastLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of the `--pairs` file, for a study of contrasting prompts."""
+    """A line of the `--pairs` file for a study of contrasting prompts."""
 
     positive: Any
     negative: Any
@@ -234,7 +234,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
 
 
 def by_label(positions: list[Any]) -> dict[str, list[Any]]:
-    """Convert the positions of a file of pairs to the form of `PatchSweep`: one list per label."""
+    """Convert the positions of each pair to those of `PatchSweep`: by label, a list with one selection per pair."""
     labels = list(positions[0]) if isinstance(positions[0], dict) else []
     for number, of in enumerate(positions):
         if not labels or not isinstance(of, dict) or list(of) != labels:
@@ -246,7 +246,7 @@ def by_label(positions: list[Any]) -> dict[str, list[Any]]:
 
 
 def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
-    """Raise the study's errors that can be detected before a model is loaded."""
+    """Raise every error of a study that can be detected before its model is loaded."""
     from patchclamp.language import Op, Site
     from patchclamp.language.site import At, parse_site
     from patchclamp.language.tokens import parse_tokens
@@ -275,12 +275,12 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
         if steer["scales"] and steer["prompts"] is None:
             raise ProgramError("requires --prompts, the texts to steer", "--scales")
         if drawn and not study.held_out and steer["prompts"] is None:
-            raise ProgramError("expected held-out prompts or --prompts: there is nothing else to draw", "held_out")
+            raise ProgramError("expected held-out prompts or --prompts: otherwise nothing can be plotted", "held_out")
 
 
 @contextmanager
 def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iterator[LM]:
-    """Yield the `LM` for exact patches: `lm`, an `LM` on another engine with these options, or a server."""
+    """Yield the `LM` that runs the exact patches: `lm` (`on` is None), or one on another engine or on a server."""
     if on is None:
         yield lm
     elif "://" in on:
@@ -322,7 +322,7 @@ DEMO = "smollm2"
 CLEAN, CORRUPT = "The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"
 ANSWER, FOIL = " Paris", " Rome"
 SITES = ("resid_pre", "attn_out", "mlp_out")
-# room for the keys and values of a few short prompts, so that a laptop remains usable
+# a KV cache for a few short prompts, so that a laptop remains usable
 DEMO_OPTIONS: dict[str, dict[str, Any]] = {
     "vllm": {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28,
@@ -340,7 +340,7 @@ def demo(
     from patchclamp.plots import check_targets
     from patchclamp.studies import patch_sweep
 
-    os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries would garble the text
+    os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' progress bars would garble the text
     png, html = out / "sweep.png", out / "sweep.html"
     check_engine(engine)
     check_targets(png, html)
@@ -370,7 +370,7 @@ def demo(
 
 @contextmanager
 def step(what: str) -> Iterator[None]:
-    """Print the description of a step, and its duration."""
+    """Print a step's description, and its duration when it ends."""
     OUT.print(Text(f"{what} …", style="bold"))
     began = time.perf_counter()
     yield
@@ -453,9 +453,9 @@ def run(
     from patchclamp.studies.inputs import edits_in
 
     if capture and out is None:
-        raise ProgramError("expected a file for the captures", "--out")
+        raise ProgramError("--capture requires a file for the captures", "--out")
     if out is not None and not capture:
-        raise ProgramError("expected a site to capture", "--capture")
+        raise ProgramError("--out requires a site to capture", "--capture")
     check_file(out, "--out")
     check_engine(engine)
     edits = [op for text in edit or () for op in under("--edit", edits_in, text)]
@@ -478,7 +478,7 @@ def run(
 
 
 def save_captures(made: Any, captured: list[str], path: Path) -> None:
-    """Write a run's rows at the `captured` sites, with the positions and tokens in the metadata."""
+    """Write a run's rows at the `captured` sites to a safetensors file, with positions and tokens as metadata."""
     import torch
     from safetensors.torch import save_file
 
@@ -510,7 +510,7 @@ def push(
             raise ProgramError(f"expected one vector, means or program, got {len(found)}: {', '.join(found)}", "FILE")
         bank[name] = entries[found[0]]
     bank.push(url, api_key=api_key)
-    OUT.print(f"{name} is on {url}", soft_wrap=True)
+    OUT.print(f"uploaded {name} to {url}", soft_wrap=True)
 
 
 def harvest(
@@ -593,7 +593,7 @@ def read_windows(texts: Sequence[str] | None) -> tuple[tuple[int | None, int | N
 
 
 def read_shard(text: str) -> tuple[int, int]:
-    """Parse I/N."""
+    """Parse a shard I/N: its index, and the number of shards."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", text)
     if numbers is None or not int(numbers[1]) < int(numbers[2]):
         raise ProgramError(f"expected I/N with 0 <= I < N, such as 0/4, got {text!r}", "--shard")

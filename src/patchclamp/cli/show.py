@@ -33,7 +33,7 @@ def show(console: Console, result: Any, top: int) -> None:
     from patchclamp import studies
 
     if isinstance(result, studies.SteeringVectors) and result.best is None:
-        return  # no prompts were held out, so there is nothing to show
+        return  # without held-out prompts there is nothing to show
     picture = result.picture()
     _head(console, picture, *(picture.notes if isinstance(picture, Curves) else
                               [] if isinstance(picture, Heatmap) else [picture.explained]))  # fmt: skip
@@ -62,7 +62,7 @@ def show(console: Console, result: Any, top: int) -> None:
 
 
 def show_maps(console: Console, picture: AttentionMaps, top: int) -> None:
-    """Print the largest values from the last query."""
+    """Print the `top` largest attention values of the last query."""
     last_GK = picture.maps[:, -1]
     table = _table("map", f"from {style.quoted(picture.tokens[picture.queries[-1]])} to", "value")
     for place in np.argsort(-np.abs(last_GK), axis=None, kind="stable")[:top].tolist():
@@ -89,7 +89,7 @@ LEFT = FOLDED | {"layer parts", "best cells", "place", "positions", "site", "sha
 
 
 def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
-    """Create a table without lines. Text is left-aligned and folded if long; numbers are right-aligned."""
+    """Create a table without rules. Text is left-aligned and wrapped; numbers are right-aligned."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=header)
     for name in columns:
         justify: JustifyMethod = "left" if name in LEFT else "center" if name in PROOFS.values() else "right"
@@ -130,7 +130,7 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
         console.print(Text(heatmap.note), soft_wrap=True)
     if heatmap.skipped:
         tokens = ", ".join(f"{style.quoted(token)} ({side} {position})" for side, position, token in heatmap.skipped)
-        console.print(Text(f"no partner in the other prompt, so not patched: {tokens}"), soft_wrap=True)
+        console.print(Text(f"not patched, because the other prompt has no counterpart: {tokens}"), soft_wrap=True)
     console.print()
     over, goal = f"over {heatmap.baseline.name}", heatmap.goal
     spread = [name for name, _ in heatmap.panels[0].details if name in ("effect from", "effect to", "p")]
@@ -175,7 +175,7 @@ def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
 
 
 def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
-    """Print one row per layer, at the last position: the likeliest tokens, KL and entropy, and the chosen tokens."""
+    """Print one row per layer for the last position: likeliest tokens, KL, entropy, and the chosen tokens."""
     column = len(lens.positions) - 1
     at = lens.positions[column]
     console.print(Text(f"after {style.quoted(lens.prompt_tokens[at])} (position {at})"))
@@ -190,7 +190,7 @@ def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
 
 
 def show_attribution(console: Console, result: studies.DirectAttributionResult, top: int) -> None:
-    """Print the parts that contribute most: layers, heads and neurons."""
+    """Print the layers, heads and neurons that contribute most."""
     for kinds, name in ((("attn_out", "mlp_out", "embed", "positions", "bias"), "layer parts"), (("z",), "heads"),
                         (("neurons",), "neurons")):  # fmt: skip
         shares = [share for share in result.ranked() if share.part.partition("[")[0] in kinds][:top]
@@ -205,7 +205,7 @@ def show_attribution(console: Console, result: studies.DirectAttributionResult, 
 
 
 def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
-    """Print one row per cell: source and target layer of the activation, and the continuation."""
+    """Print one row per cell: the source and target layers of the activation, and the continuation."""
     table = _table("from layer", "in layer", "KL from unpatched", "continuation")
     for s, layer in reversed(list(enumerate(result.layers))):
         for g in range(result.moved.shape[1]):
@@ -228,11 +228,11 @@ def show_patching(
 
 
 TICKS: dict[bool | None, tuple[str, str]] = {None: ("–", "dim"), True: ("✓", "green"), False: ("✗", "bold red")}
-NOWHERE = "–"  # the module of a site on an engine without modules
+NOWHERE = "–"  # shown as the module on an engine without modules
 
 
 def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
-    """Print one row per site with its proofs as ticks ("–": not applicable), the sites' modules, and the failures."""
+    """Print one row per site, with a tick for each proof ("–": not applicable) and its module, then the failures."""
     console.print(Text(repr(lm).strip("<>"), style="bold"))
     table = _table("site", "layers", "shape", "layout", *PROOFS.values())
     for proof in proofs:
@@ -274,12 +274,12 @@ def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
 
 
 def shape(proof: Proof) -> str:
-    """Return a shape such as `[T, 576]` for T tokens, with N instead of T if only sampled tokens have rows."""
+    """Return a shape such as `[T, 576]` for T tokens, or with N for T if only sampled tokens have rows."""
     return f"[{'N' if proof.name == 'logits' else 'T'}, {proof.width}]"
 
 
 def module(lm: LM, name: str) -> str:
-    """Return where this engine reads and writes a site, such as `model.layers.{l}.mlp, output`."""
+    """Return the tensor at which this engine taps a site, such as `model.layers.{l}.mlp, output`."""
     kind, shift = lm.sites.family.sites[name]
     tap = getattr(lm.sites.family.points[kind], lm.model.engine, None)
     if tap is None:
@@ -290,7 +290,7 @@ def module(lm: LM, name: str) -> str:
 
 
 def parity(console: Console, result: Parity) -> None:
-    """Print one row per site: its worst row, the first layer out of tolerance, its edit; then all problems."""
+    """Print one row per site: largest difference, first layer out of tolerance, and edit; then all problems."""
     engines = " against ".join(result.engines)
     console.print(Text(f"{result.model} ({result.family}, {result.dtype}): {engines}", style="bold"), soft_wrap=True)
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}, {result.positions} positions"
@@ -322,7 +322,7 @@ def parity(console: Console, result: Parity) -> None:
 
 
 def _layer(place: str) -> str:
-    """Return a place's layer, `5` for "z[5]"; a dash for a site without layers."""
+    """Return the layer in a site's text, `5` for "z[5]"; a dash for a site without layers."""
     return place.partition("[")[2].rstrip("]") or "–"
 
 
@@ -334,7 +334,7 @@ MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bo
 
 
 def findings(console: Console, report: Report) -> None:
-    """Print one table per part, with advice on every problem."""
+    """Print one table per part of the report, with advice for every problem."""
     for part, group in itertools.groupby(report.findings, lambda finding: finding.part):
         console.print(Text(part, style="bold"))
         table = _table("mark", "finding", "detail", header=False)

@@ -1,6 +1,6 @@
 """The command line: a command for every study, generated from its fields, plus the other commands and one-line errors.
 
-A field gives an option its name, its help text (the docstring), and its parser (`Arg`).
+An option takes its name from the field, its help text from the docstring, and its parser from `Arg`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ STEER: Parameters = {
 
 
 def options_of(study: type[Study]) -> dict[str, Parameters]:
-    """Return the options of a study's command, grouped by the code that reads them."""
+    """Return the options of a study's command, in groups by the code that reads them."""
     fields = study.fields()
     by_pair = "positive" in fields or ({"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields)
     has_source = "source" in fields and "metric" in fields
@@ -109,12 +109,12 @@ POSITIONS_HELP = "Columns of the grid: selections such as -1 or span('Rome'); al
 
 
 def _help(text: str, fields: dict[str, StudyField]) -> str:
-    """Convert a docstring to help text: field names become options."""
+    """Convert a docstring to help text, with option names in place of field names."""
     return re.sub("`([^`]*)`", lambda found: flag_of(fields[found[1]]) if found[1] in fields else found[1], text)
 
 
 def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
-    """Make a field's option: repeatable, a number, a flag, or text."""
+    """Make a field's option: a repeatable option, a number, a flag, or text."""
     from patchclamp.studies.study import REQUIRED
 
     arg, flag = field.arg, flag_of(field)
@@ -163,7 +163,7 @@ def command_of(name: str) -> Callable[..., None]:
 
 
 def of_option(error: PatchclampError, study: type[Study]) -> PatchclampError:
-    """Return the error with its path rewritten from field to option: `--site[0]` for `sites[0]`."""
+    """Return the error with the option in its path instead of the field: `--site[0]` for `sites[0]`."""
     name = re.match(r"\w*", error.path or "")[0]  # pyright: ignore[reportOptionalSubscript]
     field = study.fields().get(name)
     if field is None or field.arg.parse is None:
@@ -172,7 +172,7 @@ def of_option(error: PatchclampError, study: type[Study]) -> PatchclampError:
 
 
 def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) -> None:
-    """Read the options, make the study, run it on the model, and show the result. The model is loaded last."""
+    """Read the options, run the study on the model, and show the result. All other checks precede loading the model."""
     from patchclamp.cli.show import show, show_texts, wrote
     from patchclamp.plots import check_targets
     from patchclamp.store.named import NamedBank
@@ -199,7 +199,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
     steered = None if prompts is None else under("--prompts", prompts_in, str(prompts))
     commands.check(config, given["steer"], drawn=saved["png"] is not None or saved["html"] is not None)
     asked: Any = config
-    if steered is not None and not getattr(config, "held_out", 0):  # the answer is of the curve alone
+    if steered is not None and not getattr(config, "held_out", 0):  # the answer applies only to the curve
         config = study(**{name: value for name, value in fields.items() if name not in ("answer", "foil")})
     here = options if on is None else {name: value for name, value in options.items() if name == "dtype"}
     with (
@@ -235,7 +235,7 @@ def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) 
 
 
 class Commands(TyperGroup):
-    """The command group: makes study commands on demand, prints errors on one line, and exits with status 2."""
+    """The command group. It makes study commands on demand; errors are printed on one line and exit with status 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted({*super().list_commands(ctx), *studies_by_command()})

@@ -1,5 +1,5 @@
-"""`AttentionMaps`: a grid of token-to-token heatmaps, and the prompt's text, where hovering over a token shows what it
-attends to.
+"""`AttentionMaps`: a grid of token-to-token heatmaps, and the prompt as text. Hovering over a token shows the tokens
+that it attends to.
 
 G maps · Q queries · K keys, which are the tokens of the text
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from plotly.graph_objects import Figure as Interactive
 
-MAX_PANELS = 64  # heatmaps in a picture; the text has a list of all maps
+MAX_PANELS = 64  # heatmaps in a picture; the text view lists all maps
 LONGEST_LABEL = 14  # characters
 
 
 class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`maps` [G, Q, K] with their `names`, from tokens at the positions `queries` to all `tokens`.
+    """Attention maps [G, Q, K] with `names`, from the tokens at positions `queries` to all `tokens`.
 
-    signed: values on both sides of 0, in two colours; otherwise they start at 0
+    signed: True for values on both sides of 0, shown in two colours; False for values from 0
     """
 
     title: str
@@ -44,13 +44,13 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def _scale(self) -> tuple[tuple[str, ...], float, float]:
-        """The colours, and the limits of their scale."""
+        """The colours, and the lower and upper limit of their scale."""
         high = float(np.abs(self.maps).max(initial=0.0)) or 1.0
         return (DIVERGING, -high, high) if self.signed else (SEQUENTIAL, 0.0, high)
 
     @property
     def _grid(self) -> tuple[int, int, int]:
-        """The number of panels, columns and rows: fewest empty cells, then closest to 3:2."""
+        """The numbers of panels, columns and rows, with the fewest empty cells, then the ratio closest to 3:2."""
         count = min(len(self.names), MAX_PANELS)
         across = min(range(min(count, 3), 9), key=lambda n: (-count % n, abs(n - math.sqrt(1.5 * count))))
         return count, across, math.ceil(count / across)
@@ -89,7 +89,7 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """Return the heatmaps with positions and values on hover."""
+        """Return the heatmaps as a plotly figure, with positions and values on hover."""
         (count, across, down), (colours, low, high) = self._grid, self._scale
         side = min(1100 // across, 360) * len(self.queries) // len(self.tokens)
         height = 140 + (min(20 * len(self.queries), 1000) if count == 1 else down * (34 + side))
@@ -107,13 +107,13 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return style.lay_out(figure, height)
 
     def sections(self) -> Iterator[tuple[str, str]]:
-        """Yield the text, and the meaning of the values."""
+        """Yield the text view, and the meaning of the values."""
         yield "Text", self.text()
         yield "Values", f"<p>{escape(self.explained)}</p>"
 
     def text(self) -> str:
-        """Return the text as HTML, with a list of the maps. Hovering over a token shows its row or column of the chosen
-        map; a click pins it."""
+        """Return the prompt as HTML, with a menu of the maps. Hovering over a token shows its row or column of the
+        chosen map; a click pins the token."""
         scales = np.abs(self.maps).max((1, 2), initial=0.0)
         levels = np.round(self.maps / np.where(scales > 0, scales, 1.0)[:, None, None] * 32767).astype("<i2")
         shape = json.dumps({"queries": self.queries, "scales": scales.tolist()})
@@ -132,7 +132,7 @@ _STYLE = f"""
 .pc-attention span {{ border-radius: 3px; padding: 2px 3px; cursor: pointer; white-space: pre; }}
 .pc-attention .at {{ outline: 2px solid {MUTED}; }}
 """
-# a notebook has several views in one document: each script starts those that have not been started
+# a notebook has several views in one document: each script starts the views that are not started yet
 _SCRIPT = """
 for (const view of document.querySelectorAll(".pc-attention:not([data-ready])")) {
   view.dataset.ready = "1";

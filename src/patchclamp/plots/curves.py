@@ -1,6 +1,6 @@
 """`Curves`: lines over one quantity, each with its spread, in one or more charts.
 
-A logarithmic axis may include 0, set apart at the left. A line has N points.
+A logarithmic axis may include 0, which is set apart on the left. A line has N points.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 ZERO_GAP = 1.5  # gap between 0 and the smallest positive number of a logarithmic axis, in mean steps between numbers
 DASHES = ("solid", "dashed", "dashdot", "dotted")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LONG = 5  # characters of a number that is not a label
+LONG = 5  # numbers of this many characters are not labels
 CHART = (4.6, 2.7)  # inches
 
 
 class Curve(msgspec.Struct, frozen=True, eq=False):
-    """`y` [N] at `x` [N], ascending, NaN for missing values. `low` and `high` [N] are the spread, if known."""
+    """A line: `y` [N], NaN for missing values, at ascending `x` [N]. `low` and `high` [N]: its spread, if known."""
 
     label: str
     x: np.ndarray
@@ -57,7 +57,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
         return f"{text} ({number(float(self.low[n]))} to {number(float(self.high[n]))})"
 
     def band(self, x: Sequence[float]) -> tuple[list[float | None], list[float | None]]:
-        """Return the spread's outline for plotly to fill: a polygon per stretch without NaN, separated by None."""
+        """Return the spread's outline for plotly to fill: one polygon per stretch without NaN, separated by None."""
         assert self.low is not None
         assert self.high is not None
         known = np.flatnonzero(np.isfinite(self.low) & np.isfinite(self.high))
@@ -70,8 +70,8 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
-    """Lines with one vertical axis. `y_range`: its limits, by default the lines'; `note`: the method behind lines and
-    spread; `level`: a value to mark with a dashed line; `x_label`: label of its own linear horizontal axis."""
+    """Lines with one vertical axis. `y_range`: its limits, by default those of the lines; `note`: a sentence about the
+    method; `level`: a value to mark with a dashed line; `x_label`: the label of a separate, linear horizontal axis."""
 
     title: str
     y_label: str
@@ -102,7 +102,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
 
 class Curves(msgspec.Struct, frozen=True, eq=False):
-    """`charts` over one horizontal axis, except charts with their own axis, and sentences below them."""
+    """Charts that share a horizontal axis, unless they have their own, with sentences below them."""
 
     title: str
     x_label: str
@@ -119,11 +119,11 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def numbers(self) -> list[float]:
-        """All x of all lines over the shared axis, ascending."""
+        """The x values of all lines on the shared axis, ascending."""
         return sorted({float(x) for chart in self.charts if not chart.x_label for line in chart.lines for x in line.x})
 
     def axis_of(self, chart: Chart) -> Curves:
-        """Return the curves over a chart's horizontal axis: its own, or the shared one."""
+        """Return the curves that share a chart's horizontal axis: only the chart itself, or these curves."""
         if not chart.x_label:
             return self
         own = msgspec.structs.replace(chart, x_label="")
@@ -141,14 +141,14 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def gap(self) -> float | None:
-        """The coordinate between 0 and the rest of a logarithmic axis."""
+        """The coordinate of the gap between 0 and the rest of a logarithmic axis; None without a gap."""
         positive = [x for x in self.numbers if x > 0]
         if not self.x_log or len(positive) in (0, len(self.numbers)):
             return None
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Return the horizontal axis's coordinates and labels: all numbers, or round ones if they are many or long."""
+        """Return the coordinates and labels of the horizontal axis: all numbers, or round ones to save space."""
         numbers = self.numbers
         if len(numbers) > most and self.x_log:
             every = math.ceil(len(numbers) / most)
@@ -209,7 +209,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
             axes.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=LABEL)
 
     def figure(self) -> Interactive:
-        """Return the charts one below the other, with every value and its spread on hover."""
+        """Return a plotly figure of the charts, one below the other, with each value and its spread on hover."""
         graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
         titles = [style.html_text(chart.title) for chart in self.charts]
         figure = subplots.make_subplots(len(titles), 1, subplot_titles=titles,

@@ -1,4 +1,4 @@
-"""`Heatmap`: a grid of metric values over a baseline run, from any study, as a picture and as a page.
+"""`Heatmap`: a grid of metric values from any study, compared with a baseline run, as a picture and as a page.
 
 White is no effect; blue is towards the clean run's value, orange towards the corrupt one's. Dots, or grey numbers, mark
 effects within the noise floor; an outline marks the best cell, and hatching cells that were not run.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure as Interactive
 
 EFFECT_FROM, EFFECT_TO, P_FAMILY = "effect from", "effect to", "p among all cells"  # details that are drawn
-BEST = 10  # cells in a page's table and with drawn intervals
+BEST = 10  # cells in a page's table, and cells with drawn intervals
 LONGEST_LABEL = 22  # characters
 WIDEST = 15.0  # inches
 
@@ -32,11 +32,11 @@ Side = Literal["clean", "corrupt"]
 
 
 class Panel(msgspec.Struct, frozen=True, eq=False):
-    """One part of the grid: `values` [R, P], NaN for cells that were not run. A panel without layers has one row, None.
+    """A part of the grid: `values` [R, P], NaN for cells that were not run. A panel without layers has one row, None.
 
-    coarse: [R, P], values of blocks of cells, shown paler in cells without a value of their own
+    coarse: values of blocks of cells, [R, P], shown paler in cells that have no value of their own
     details: further values of each cell, by name: [R, P] each
-    part_of: for a panel whose columns are heads or other parts of a site: the site, and its cells' label
+    part_of: the site and the cells' label, for a panel whose columns are heads or other parts of a site
     """
 
     name: str
@@ -55,19 +55,19 @@ class Panel(msgspec.Struct, frozen=True, eq=False):
         return f"{site}[{layer}, {part}" if of_part else f"{site}[{layer}]"
 
     def cell_name(self, row: int, column: HeatmapColumn) -> tuple[str, str]:
-        """Return the place of a cell and its label: (`resid_pre[8]`, ` Tower`)."""
+        """Return the site and the label of a cell: (`resid_pre[8]`, ` Tower`)."""
         if self.part_of is not None:
             return f"{self.part_of[0]}[{self.rows[row]}, {column.label}]", self.part_of[1]
         return self.row_name(row), column.label
 
     @property
     def shown(self) -> np.ndarray:
-        """All numbers with a colour, flat."""
+        """All values that have a colour, as a flat array."""
         return np.concatenate([of.ravel() for of in (self.values, self.coarse) if of is not None])
 
 
 class HeatmapColumn(msgspec.Struct, frozen=True):
-    """A column shared by all panels: its label, and its positions in both prompts."""
+    """A column of all panels, with its label and its positions in both prompts."""
 
     label: str
     clean: tuple[int, ...]
@@ -75,12 +75,12 @@ class HeatmapColumn(msgspec.Struct, frozen=True):
 
     @property
     def positions(self) -> str:
-        """The clean and corrupt positions, `3 → 4`; one of them for a single prompt."""
+        """The clean and corrupt positions, `3 → 4`, or those of a single prompt."""
         return " → ".join(style.positions(of) for of in (self.clean, self.corrupt) if of)
 
 
 class Strip(msgspec.Struct, frozen=True):
-    """The tokens of a prompt, each compared with its partner in the other prompt; "skipped" tokens have none."""
+    """The tokens of a prompt, each compared with its counterpart in the other prompt; "skipped" tokens have none."""
 
     side: Side
     tokens: tuple[str, ...]
@@ -93,7 +93,7 @@ class Strip(msgspec.Struct, frozen=True):
 
     @property
     def skipped(self) -> list[tuple[int, str]]:
-        """Position and text of every token without a partner."""
+        """The position and text of every token without a counterpart."""
         marked = enumerate(zip(self.tokens, self.marks, strict=True))
         return [(position, token) for position, (token, mark) in marked if mark == "skipped"]
 
@@ -107,7 +107,7 @@ class Anchor(msgspec.Struct, frozen=True):
 
 
 class ColourRange(msgspec.Struct, frozen=True):
-    """The colour scale of all panels: `centre` is no effect; the strong end is `half` away, in direction `towards`.
+    """The colour scale of all panels: `centre` means no effect; the strong end is `half` away in direction `towards`.
 
     to_goal: True if the strong end is the goal, False if it is the largest effect
     blue_above: True if blue, the colour of clean, is above the centre
@@ -142,7 +142,7 @@ class HeatmapCell(msgspec.Struct, frozen=True):
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """The effect of a cell with the ends of its interval."""
+    """A cell's effect, with the ends of its interval."""
 
     name: str
     effect: float
@@ -151,11 +151,11 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 class Heatmap(msgspec.Struct, frozen=True, eq=False):
-    """`panels` with one value per cell. `baseline` is the unpatched value; `goal`, if any, the value that patches
-    approach.
+    """A grid of `panels` with one value per cell. `baseline` is the unpatched value; `goal`, if any, the value that
+    patches approach.
 
     Effects up to `noise_floor` are noise. `metric` is the name of the value, `explained` a sentence about it and
-    `formula` its definition; `cell` describes a cell, `axis` the columns; `note` is free text.
+    `formula` its definition. `cell` describes a cell, and `axis` the columns; `note` is free text.
     """
 
     title: str
@@ -175,7 +175,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def scale(self) -> ColourRange:
-        """The colour scale: white is the baseline and its strong end the goal; without one, the largest effect."""
+        """The colour scale: white is the baseline; the strong end is the goal, or without one the largest effect."""
         centre, goal = self.baseline.value, self.goal
         shown = np.concatenate([panel.shown for panel in self.panels])
         largest = float(np.nanmax(np.abs(shown - centre), initial=0.0))
@@ -193,12 +193,12 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def anchors(self) -> list[Anchor]:
-        """The baseline and, if there is one, the goal."""
+        """The baseline, and the goal if the heatmap has one."""
         return [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
 
     @property
     def intervals(self) -> list[Interval]:
-        """The effects of the best cells with their 95 % intervals, best first; empty if the study has none."""
+        """The effects of the best cells with 95 % intervals, best first; empty for a study without intervals."""
         found = []
         for spot in self.ranked(BEST):
             of = {name: float(values[spot.row, spot.column]) for name, values in self.panels[spot.panel].details}
@@ -222,7 +222,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def skipped(self) -> list[tuple[Side, int, str]]:
-        """Side, position and text of every token without a partner in the other prompt."""
+        """The side, position and text of every token without a counterpart in the other prompt."""
         return [(strip.side, position, token) for strip in self.strips for position, token in strip.skipped]
 
     @property
@@ -257,7 +257,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return sorted(spots, key=lambda spot: -self.towards * spot.value)[:count]
 
     def cell_name(self, spot: HeatmapCell) -> tuple[str, str]:
-        """Return the place of a cell and its label."""
+        """Return the site and the label of a cell."""
         return self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
 
     def _notes(self, numbers: bool) -> list[str]:
@@ -381,7 +381,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
     # -- plotly
 
     def figure(self) -> Interactive:
-        """Return the panels with every cell's values on hover."""
+        """Return the panels as a plotly figure, with every cell's values on hover."""
         graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
         labels = [style.html_text(shorten(visible(column.label), LONGEST_LABEL)) for column in self.columns]
         across = max(1, min(len(self.panels), 1200 // (20 * len(labels) + 80)))
@@ -481,5 +481,5 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
 
 def _has_room(width: float, height: float) -> bool:
-    """Return True if cells of this size in inches have room for their values."""
+    """True if cells of this size in inches have room for their values."""
     return width >= 0.48 and height >= 0.25

@@ -23,10 +23,10 @@ SIZE = (6.4, 4.2)  # inches
 
 
 class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`points` [N, 2] of x and y, NaN for points left out, each with a label.
+    """A scatter plot of `points` (x, y), [N, 2], NaN for points to leave out. Each point has a label.
 
     front: indices of the points on the front, ordered by x · is_line: True to join them
-    reference: the point (x, y) to compare with, or a level of y if x is None
+    reference: a point (x, y) to compare with; a horizontal line at y if x is None
     table: the header and rows of the page's table
     """
 
@@ -45,7 +45,7 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     table: tuple[tuple[str, ...], ...] = ()
 
     def draw(self) -> Figure:
-        """Draw the points, the front as a line through its points, and the reference."""
+        """Draw the points, the front as a line, and the reference."""
         figure = style.new_figure(self.title, [*self.notes, f"Ran on {self.provenance}."], *SIZE)
         axes = figure.subplots()
         style.bare(axes, "", self.x_label, self.y_label)
@@ -67,7 +67,7 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """Return a plotly figure of the same, with each point's label on hover."""
+        """Return the same plot as a plotly figure, with each point's label on hover."""
         graphs = style.need("plotly.graph_objects")
         figure, at, hover = graphs.Figure(), list(self.front), [style.html_text(label) for label in self.labels]
 

@@ -1,4 +1,4 @@
-"""Shared parts of all plots: colours, the text of numbers and tokens, and writing figures to files.
+"""Parts shared by all plots: colours, the formatting of numbers and tokens, and writing figures to files.
 
 matplotlib draws files (PNG, SVG, PDF); plotly draws interactive pages. Tokens come from prompts and are never trusted:
 invisible characters are spelled out, and text that enters a page is escaped.
@@ -38,7 +38,7 @@ SEQUENTIAL = (
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#1f2933")
 INK, MUTED, RULE, BLANK, FAINT = "#1f2933", "#5f6b7a", "#d5dae1", "#e3e7ec", "#9aa4b1"
 CLEAN, CORRUPT = "#1b5a9e", "#a04e06"
-PALE = 0.55  # opacity of cells that were measured as part of a block
+PALE = 0.55  # opacity of cells with only the value of their block
 
 LABEL, TITLE = 8.5, 12  # points
 DOTS_PER_INCH = 160
@@ -56,12 +56,12 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def visible(token: str) -> str:
-    """Make a token's line breaks, outer spaces, invisible and direction-changing characters visible."""
+    """Show a token's line breaks, outer spaces, invisible and direction-changing characters as visible ones."""
     return re.sub(r"^ | $| (?= )|(?<= ) ", "␣", plain(token)) or "∅"
 
 
 def plain(text: str) -> str:
-    """Return text like `visible`, but with spaces unchanged, for running text."""
+    """Convert text as `visible` does, but keep its spaces: for running text."""
     return "".join(_visible(character) for character in text)
 
 
@@ -111,7 +111,7 @@ def positions(numbers: tuple[int, ...]) -> str:
 
 
 def ran_on(model: str, engine: str, dtype: str) -> str:
-    """Format model, engine and dtype; a local folder is reduced to its name, because plots are shared."""
+    """Format model, engine and dtype. A local folder is shortened to its name, because plots are shared."""
     path = PurePath(model)
     return f"{path.name if path.is_absolute() else model} · {engine} · {dtype}"
 
@@ -120,7 +120,7 @@ def ran_on(model: str, engine: str, dtype: str) -> str:
 
 
 def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
-    """Import a module of the plots extra, or of a package. Raises `PatchclampError` naming the package to install."""
+    """Import a module of an optional package. Raises `PatchclampError` that names the `package` to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
@@ -128,7 +128,7 @@ def need(module: str, package: str = "'patchclamp[plots]'") -> Any:
 
 
 def picture_file(path: str | Path) -> tuple[Path, str]:
-    """Return a picture's file and its format, by extension: png, pdf, svg, or any other format of matplotlib."""
+    """Return a picture's path, and the format that its extension names: png, pdf, svg, or another of matplotlib's."""
     path = Path(as_file(path, "path"))
     ending = path.suffix.removeprefix(".").lower()
     if ending not in (formats := need("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()):
@@ -137,7 +137,7 @@ def picture_file(path: str | Path) -> tuple[Path, str]:
 
 
 def page_file(path: str | Path) -> Path:
-    """Return a page's file, .html or .htm."""
+    """Return a page's path. Raises `UnknownName` unless it ends in .html or .htm."""
     path = Path(as_file(path, "path"))
     if path.suffix.lower() not in (".html", ".htm"):
         raise unknown("page format", path.suffix.removeprefix("."), ("html", "htm"), str(path))
@@ -146,14 +146,14 @@ def page_file(path: str | Path) -> Path:
 
 
 def check_targets(png: str | Path | None = None, html: str | Path | None = None) -> None:
-    """Check the files of the picture and the page before the runs, so that writing them does not fail afterwards."""
+    """Check the picture's and the page's paths before anything runs, so that writing does not fail at the end."""
     for path, check in ((png, picture_file), (html, page_file)):
         if path is not None:
             check(path)
 
 
 def check_target(path: Path, option: str | None = None) -> Path:
-    """Return the path of a file to write, and create its folder. Raises `ProgramError` for a folder."""
+    """Return the path of a file to write, and create its parent folder. Raises `ProgramError` if it is a folder."""
     if path.is_dir():
         raise ProgramError("expected a file, got a folder", option or str(path))
     try:
@@ -191,12 +191,12 @@ class Picture(Protocol):
         ...
 
     def sections(self) -> Iterable[tuple[str, str]]:
-        """Yield the headings and HTML below a page's figure."""
+        """Yield (heading, HTML) pairs for the sections below a page's figure."""
         ...
 
 
 def save_picture(picture: Picture, path: str | Path | None) -> Any:
-    """Draw a picture into a file with matplotlib; the extension is the format. Without a path, return the image."""
+    """Draw a picture into a file with matplotlib, in the format of its extension. Without a path, return the image."""
     target, ending = (io.BytesIO(), "png") if path is None else picture_file(path)
     figure = picture.draw()
     _as_text(figure)
@@ -207,7 +207,7 @@ def save_picture(picture: Picture, path: str | Path | None) -> Any:
 
 
 def save_page(picture: Picture, path: str | Path | None, include_plotlyjs: bool | str = "directory") -> Any:
-    """Write an interactive page, or return it without a path; as in `StudyResult.to_html`."""
+    """Write an interactive page as `StudyResult.to_html` does. Without a path, return the page."""
     if not isinstance(include_plotlyjs, (bool, str)) or include_plotlyjs not in INCLUDES:
         raise ProgramError(f"expected one of {INCLUDES}, got {include_plotlyjs!r:.80}", "include_plotlyjs")
     target = None if path is None else page_file(path)
@@ -222,7 +222,7 @@ def save_page(picture: Picture, path: str | Path | None, include_plotlyjs: bool 
         target.write_text(page, encoding="utf-8")
         if include_plotlyjs == "directory":
             script, code = target.with_name("plotly.min.js"), need("plotly.offline").get_plotlyjs().encode()
-            if not script.exists() or script.read_bytes() != code:  # or another version of plotly wrote it
+            if not script.exists() or script.read_bytes() != code:  # missing, or from another version of plotly
                 script.write_bytes(code)
     return target
 
@@ -255,7 +255,7 @@ def table(rows: Iterable[Iterable[str]], heads: Iterable[str]) -> str:
 
 
 def chips(tokens: Iterable[str], marks: Iterable[str]) -> str:
-    """Return tokens with their positions as HTML; marks are classes."""
+    """Return tokens with their positions as HTML. `marks`: a CSS class for each token."""
     return '<div class="tokens">' + "".join(
         f'<span class="token {mark}">{escape(visible(token))}<sub>{position}</sub></span>'
         for position, (token, mark) in enumerate(zip(tokens, marks, strict=True))
@@ -275,7 +275,7 @@ def fonts() -> list[str]:
 
 
 def new_figure(title: str, notes: Iterable[str], width: float, height: float) -> Figure:
-    """Create a figure, in inches, with a wrapped title and notes below. pyplot is avoided: it is not thread-safe."""
+    """Create a figure of a size in inches, with a title, and notes below. pyplot is not used: it is not thread-safe."""
     from matplotlib.figure import Figure
 
     titles = _wrapped([title], width - 0.5, fontsize=TITLE, weight="bold")
@@ -322,7 +322,7 @@ def bare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def label_columns(axes: Axes, labels: list[str], width: float) -> None:
-    """Label columns `width` inches wide; labels are rotated if they are longer, and fewer if there are too many."""
+    """Label columns of `width` inches. Long labels are rotated; if there are too many, some are left out."""
     every = max(int(0.14 / width + 0.999), 1)
     longest = max(map(len, labels), default=0) * 0.075 + 0.08
     angle = 0 if longest <= width else 45 if len(labels) <= 30 else 90
@@ -332,7 +332,7 @@ def label_columns(axes: Axes, labels: list[str], width: float) -> None:
 
 
 def label_rows(axes: Axes, labels: list[str], height: float) -> None:
-    """Label rows `height` inches high, with fewer labels if they would overlap."""
+    """Label rows of `height` inches. Labels that would overlap are left out."""
     every = next((n for n in (1, 2, 4, 5, 10) if n * height >= 0.15), 20)
     axes.set_yticks(range(0, len(labels), every))
     axes.set_yticklabels(labels[::every])
@@ -360,7 +360,7 @@ def _as_text(figure: Figure) -> None:
 
 
 def colour_map(colours: Iterable[str], missing: str) -> Any:
-    """Return a matplotlib colormap of evenly spaced colours, with the colour of cells without a value."""
+    """Return a matplotlib colormap of evenly spaced colours. `missing`: the colour of cells without a value."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("patchclamp", list(colours)).with_extremes(bad=missing)
@@ -370,14 +370,14 @@ def colour_map(colours: Iterable[str], missing: str) -> Any:
 
 
 def frame(row: int, column: int, reference: int) -> dict[str, Any]:
-    """Return a plotly shape that frames a cell of panel `reference`, counted from 1."""
+    """Return a plotly shape that frames a cell. `reference`: the panel's number, counted from 1."""
     axis = "" if reference == 1 else str(reference)
     return {"type": "rect", "xref": f"x{axis}", "yref": f"y{axis}", "x0": column - 0.5, "x1": column + 0.5,
             "y0": row - 0.5, "y1": row + 0.5, "line": {"color": "black", "width": 2.5}}  # fmt: skip
 
 
 def html_text(text: str) -> str:
-    """Return text for a plotly label or hover, with markup escaped and line breaks kept."""
+    """Return text for a plotly label or tooltip, with markup escaped and line breaks kept."""
     return escape(text, quote=False).replace("\n", "<br>")
 
 

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 Texts = tuple[tuple[str, ...], ...]
 LONGEST_LABEL, LONGEST_TEXT = 18, 12  # characters
-WIDEST, CELL_TEXT = 15.0, 0.075  # inches, of a figure and of a character in a cell
+WIDEST, CELL_TEXT = 15.0, 0.075  # inches: of a figure, and of a character in a cell
 
 
 class Shades(msgspec.Struct, frozen=True):
-    """Colours evenly spread over `low` to `high`."""
+    """A scale of colours, evenly spaced from `low` to `high`."""
 
     low: float
     high: float
     colours: tuple[str, ...]
 
     def ink(self, value: float) -> str:
-        """Return the text colour on a cell with this value: white on dark cells."""
+        """Return the text colour for a cell with this value: white on dark cells."""
         share = min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
         colour = self.colours[round(share * (len(self.colours) - 1))]
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -41,12 +41,12 @@ class Shades(msgspec.Struct, frozen=True):
 
 
 class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`values` [R, C] as colours, NaN for no value; `texts` [R][C] inside the cells; `notes` [R][C] shown on hover.
+    """A panel: `values` [R, C] as colours, NaN for none; `texts` [R][C] in the cells; `notes` [R][C] shown on hover.
 
     name: name of the values · row_name, column_name: names of the axes
-    centre: the value in white between two colours; None for a scale of one hue, dark at its `strong` end
-    reaches: the limits of the scale; None uses the values' limits
-    outlined: (row, column) of framed cells
+    centre: the value shown in white between two colours; None for a scale of one hue, dark at its `strong` end
+    reaches: the limits of the scale; None: the smallest and largest value
+    outlined: (row, column) of each framed cell
     """
 
     name: str
@@ -76,12 +76,12 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def longest_text(self) -> int:
-        """The maximum length of a cell's text, in characters; one or two columns have room for sentences."""
+        """The maximum number of characters in a cell. Panels of one or two columns have room for sentences."""
         return LONGEST_TEXT if len(self.columns) > 2 else 4 * LONGEST_TEXT
 
     @property
     def cell(self) -> tuple[float, float]:
-        """Width and height of a cell in inches, with room for its text unless the picture would be too wide."""
+        """The width and height of a cell in inches, with room for its text unless the picture would be too wide."""
         longest = max((len(shorten(t, self.longest_text)) for row in self.texts or () for t in row), default=0)
         wide = max(CELL_TEXT * longest + 0.1, 0.42) if longest else min(max(4.0 / len(self.columns), 0.13), 0.45)
         if longest and len(self.columns) <= 8:
@@ -93,7 +93,7 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """`explained`: the meaning of a cell; `prompt`: tokens to show; `table`: rows of text, with the header first."""
+    """A grid of panels. `explained`: the meaning of a cell; `prompt`: tokens; `table`: rows of text, header first."""
 
     title: str
     explained: str
@@ -124,7 +124,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         parts = figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)
         for part, line in zip(parts.flat, lines, strict=True):
             widths = [_width(panel) for panel in line]
-            if len(line) < len(lines[0]):  # keeps panels as wide as in the lines above
+            if len(line) < len(lines[0]):  # keep panels as wide as on the lines above
                 widths.append(width - sum(widths))
             grid = part.subplots(1, len(widths), squeeze=False, width_ratios=widths)
             for axes, panel in zip(grid.flat, line, strict=False):
@@ -134,7 +134,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         return figure
 
     def figure(self) -> Interactive:
-        """Return the panels, with each cell's notes on hover."""
+        """Return the panels as a plotly figure, with each cell's notes on hover."""
         subplots = style.need("plotly.subplots")
         lines = self.lines
         across = max(map(len, lines))

@@ -25,8 +25,8 @@ from patchclamp.serve.schema import error_object
 from patchclamp.serve.server_state import OPEN, Front, front_of, owner_of
 
 LOOK_EVERY_S = 0.2
-GRACE_S = 3  # for unfinished responses once the engine has ended; then their connections are closed
-EXIT_S = 8.0  # after that the process exits, whatever still runs
+GRACE_S = 3  # for unfinished responses after the engine ends, before their connections are closed
+EXIT_S = 8.0  # then the process exits, even with tasks still running
 
 
 async def bound_shutdown(client: Any, state: Any) -> None:
@@ -70,7 +70,7 @@ async def start(client: Any, state: Any, args: Any) -> None:
         )
     state.patchclamp = front_of(client)
     state.patchclamp.has_keys = any(getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")])
-    if state.patchclamp_page is not None:  # made now: the first request would wait seconds for it
+    if state.patchclamp_page is not None:  # built now, because it takes seconds
         state.patchclamp_page = asyncio.ensure_future(asyncio.to_thread(state.patchclamp_page))
     state.patchclamp_ending = asyncio.ensure_future(bound_shutdown(client, state))
     await state.patchclamp.ready()

@@ -20,7 +20,7 @@ QUICK_BYTES = 1 << 16  # longest body that is parsed within milliseconds
 
 
 async def read_body(request: Request, limits: ServeLimits, limit: str = "body_bytes") -> bytes:
-    """Read a body. Raises `TooLarge` before reading if Content-Length exceeds a limit, else as soon as the data does.
+    """Read a request's body. Raises `TooLarge` at once if its Content-Length exceeds a limit, else when the data does.
     Raises `ProgramError` for a body with a Content-Encoding."""
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise ProgramError("Content-Encoding is not supported: send the body unencoded", "body")
@@ -60,8 +60,8 @@ class OpenAIRoute(APIRoute):
 
 
 def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> Callable[[], Awaitable[Any]]:
-    """Wrap a request's `receive` to check limits before the body is parsed. Values are counted once `mark` is in the
-    body. Errors are raised as `HTTPException`, because FastAPI propagates no others."""
+    """Wrap a request's `receive` to check limits before the body is parsed. Values are counted once the body
+    contains `mark`. Errors are raised as `HTTPException`, because FastAPI propagates no others."""
     body, values, is_marked = bytearray(), 0, False
 
     async def receive() -> Any:
@@ -86,8 +86,8 @@ def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> 
 
 
 async def check_values(body: bytes, limits: ServeLimits, has_object: bool = False) -> None:
-    """Raise `TooLarge` if a body has too many values under its key "patchclamp". With `has_object`, a body that escapes
-    the key is counted whole."""
+    """Raise `TooLarge` if a body has too many values under its key "patchclamp". With `has_object`, all commas of a
+    body count if the key is not found, because it may be escaped."""
     most, values = limits.json_values, body.count(b",")
     if values <= most and len(body) <= QUICK_BYTES:
         return
@@ -98,9 +98,9 @@ async def check_values(body: bytes, limits: ServeLimits, has_object: bool = Fals
 
 
 def program_values(body: bytes, most: int) -> int | None:
-    """Count the values under the key "patchclamp" of a JSON body: `most` + 1 if there are more, None without the key.
+    """Count the values under the key "patchclamp" of a JSON body; None without the key. Stops once above `most`.
     Commas are counted, or brackets or strings if invalid JSON has more of them. A prompt's text cannot contain the key,
-    because its quotes are escaped."""
+    because JSON escapes its quotes."""
     place, has_key, commas, opened, strings = 0, False, 0, 0, 0
     while key := KEY.search(body, place):
         place, depth, has_key = key.end(), 0, True

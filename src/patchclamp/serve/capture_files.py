@@ -33,10 +33,10 @@ from patchclamp.store.tensors import ARRAYS, bytes_in, write_header
 if TYPE_CHECKING:
     import torch
 
-PART_BYTES = 1 << 21  # of rows read at once, but at least one row
-PROBE_OF = "probe "  # before the name of a probe, in the name of its tensor
+PART_BYTES = 1 << 21  # of the rows read at once, but always at least one row
+PROBE_OF = "probe "  # prefix of the name of a probe's tensor
 MAX_LINE = 1 << 18  # characters per line of an event stream, because readers limit them
-SENT_BYTES = 1 << 18  # passed to the connection at once, which copies them
+SENT_BYTES = 1 << 18  # passed to the connection per call, because it copies them
 Fetch = Callable[[list[base.Window]], Awaitable[list[Captured]]]
 
 
@@ -95,7 +95,7 @@ class File(NamedTuple):
 
 
 def _rows(window: FileWindow, captured: list[Captured]) -> np.ndarray:
-    """Return a window's bytes. Runs off the event loop's thread, because many windows take long."""
+    """Return a window's bytes. Runs off the event loop's thread, because many windows take a long time."""
     return bytes_of(window.rows(captured))
 
 
@@ -179,7 +179,7 @@ class StoppedResponse(StreamingResponse):
 
 
 async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], None]) -> FileResponse:
-    """Return the response that sends a file. Raises any error of the first rows."""
+    """Return the response that sends a file. Raises any error from reading the first rows."""
     parts = file.parts(fetch)
     first = await anext(parts)
 
@@ -223,7 +223,7 @@ def file_of(run: Run) -> File:
 
 
 def _windows(run: Run, layout: Layout) -> Iterator[FileWindow]:
-    """Cut the rows at positions. Each window reads the rows between two cuts from every op that captured them."""
+    """Yield windows of consecutive positions. Each window reads its positions from every op that captured the site."""
     positions = np.unique(np.concatenate([stored.positions for stored in layout.stored])).tolist()
     row_bytes = 4 * run.width_at(layout.ref.point) * len(layout.stored)
     for begin, end in [(0, len(positions))] if layout.pool and positions else cut(len(positions), row_bytes):
@@ -236,7 +236,7 @@ def _windows(run: Run, layout: Layout) -> Iterator[FileWindow]:
 
 
 def _probe_window(run: Run, name: str, keys: list[tuple[int, int]], shape: tuple[int, ...]) -> FileWindow:
-    """Return the window of a probe's results, which are small."""
+    """Return a single window for all results of a probe, because they are small."""
 
     def rows(captured: list[Captured]) -> torch.Tensor:
         run.take_fetched(dict(zip(keys, captured, strict=True)))

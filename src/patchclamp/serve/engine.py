@@ -59,12 +59,12 @@ ARGUMENTS: dict[str, Any] = {  # argument types of the tokenizer methods
     "spell": tuple[list[int], str | None],
     "chat": tuple[Messages, dict[str, Any]],
     "turns": tuple[list[int], Messages, dict[str, Any]],
-    "text_of": tuple[list[int], dict[str, Any], list[int]],  # of the engine
+    "text_of": tuple[list[int], dict[str, Any], list[int]],  # the engine's method
 }
 Body = TypeVar("Body")
-MAX_NUMBERS = 1 << 24  # scored and likeliest tokens of a grading
+MAX_NUMBERS = 1 << 24  # scored and top tokens of a grading request
 WEIGHTS = asyncio.Semaphore(1)
-Session = Annotated[str, Path(description="of a client", pattern="^[0-9a-z]{1,32}$")]
+Session = Annotated[str, Path(description="id of a client session", pattern="^[0-9a-z]{1,32}$")]
 
 
 @router.get("/info")
@@ -91,7 +91,7 @@ async def run(request: Request) -> Response:
             f"expected at most {wire.MAX_REQUESTS} requests in a batch, got {len(batch.requests)}", "requests"
         )
     if len({each.run for each in batch.requests}) < len(batch.requests):
-        raise NameTaken("expected distinct runs", "requests")
+        raise NameTaken("expected distinct run names, got a duplicate", "requests")
     vectors = await asyncio.to_thread(_vectors, batch.vectors)
     requests = await asyncio.to_thread(lambda: [_request(front, owner, each, vectors) for each in batch.requests])
     for session in {each.run.rpartition("-")[0] for each in batch.requests}:
@@ -102,7 +102,7 @@ async def run(request: Request) -> Response:
 
 @router.get("/batches")
 async def batches(request: Request) -> Response:
-    """Return, as msgpack, the reason why the server accepts no grading jobs."""
+    """Return, as msgpack, the reason why the server accepts no grading jobs; None if it accepts them."""
     front, _ = caller(request)
     return Response(msgspec.msgpack.encode(await asyncio.to_thread(lambda: front.lm.batch_refusal)))
 
@@ -124,7 +124,7 @@ async def grade(request: Request) -> Response:
         raise CapacityError(f"expected at most {MAX_NUMBERS} scored tokens in all programs, got {numbers}", "jobs")
     if reason := await asyncio.to_thread(front.lm.jobs_refusal, jobs):
         raise CapacityError(reason)
-    front.check_under_way(owner)  # nothing is awaited until it is counted
+    front.check_under_way(owner)  # no `await` before the work is counted
     grading = _Grading(front, owner, jobs)
     return StoppedResponse(grading.stop, grading.frames(), "application/octet-stream")
 
@@ -137,7 +137,7 @@ async def fetch(request: Request) -> Response:
     for name, point, *_ in wanted:
         _check_owned(owner, name)
         if not 0 <= point < len(front.engine.sites.points):
-            raise ProgramError(f"point {point} is out of range", "wanted")
+            raise ProgramError(f"expected a point below {len(front.engine.sites.points)}, got {point}", "wanted")
     file = await numbered_file(front.engine, wanted)
     return await answer(file, front.engine.fetch_windows, lambda error: front.failed(error, owner))
 
@@ -161,7 +161,7 @@ async def lens(request: Request) -> Response:
         )  # fmt: skip
     for name, *_ in asked.wanted:
         _check_owned(owner, name)
-    # a step of all requests waits for the call
+    # the call delays an engine step, and with it every request
     engine = front.engine
     rows, most = sum(len(each.positions) for each in await engine.measure(asked.wanted)), engine.model.max_model_len
     if not asked.wanted or rows > LENS_ROWS + most:
@@ -269,7 +269,7 @@ async def weight(request: Request) -> Response:
 
 @router.post("/sampling")
 async def sampling(request: Request) -> dict[str, bool]:
-    """Check sampling parameters; an error response if the engine does not support them."""
+    """Check sampling parameters. Responds with an error if the engine does not support them."""
     front, _ = caller(request)
     front.engine.check_sampling(await _read(request, dict))
     return {"ok": True}
@@ -283,10 +283,10 @@ async def status(request: Request) -> Response:
 
 
 class _Running:
-    """The running requests of one HTTP call. Unfinished ones are aborted when the connection closes.
+    """The running requests of one HTTP call. Unfinished requests are aborted when the connection closes.
 
-    They start in order. Their records together stay within the limit of one request, because every engine step executes
-    the records of all running requests.
+    Requests start in order. Those running together have at most as many records as one request may have, because every
+    engine step executes the records of all running requests.
     """
 
     def __init__(self, front: Front, owner: str, batch: wire.WireBatch, requests: list[EngineRequest]) -> None:
@@ -298,7 +298,7 @@ class _Running:
         self._carried = {each.run: each.carried for each in batch.requests if each.carried is not None}
         self._waiting = {i: 0 if each.bound is None else record_work(each.bound.ops)
                          for i, each in enumerate(requests)}  # fmt: skip
-        self._records: dict[int, int] = {}  # of running requests, by index
+        self._records: dict[int, int] = {}  # records of each running request, by its index
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield frames of events until every request has ended."""
@@ -328,7 +328,7 @@ class _Running:
             self._front.engine.abort(list(self._left))
 
     def _start(self) -> None:
-        """Start as many waiting requests as fit now."""
+        """Start as many waiting requests as the limit on records allows."""
         most, used, numbers = self._front.limits.program_records, sum(self._records.values()), []
         for i, records in self._waiting.items():
             if used and used + records > most:
@@ -398,7 +398,7 @@ class _Grading(ClientWork):
 
 
 class _PartQueue:
-    """Posts the parts of a request; called on the event loop's thread."""
+    """Posts the chunks of a request's output; called on the event loop's thread."""
 
     closed = False
 
@@ -415,11 +415,11 @@ async def _read(request: Request, kind: type[Body]) -> Body:
     async for chunk in request.stream():
         data += chunk
         if len(data) > wire.MAX_BODY_BYTES:
-            raise CapacityError(f"expected a body of at most {wire.MAX_BODY_BYTES} bytes: send less at once")
+            raise CapacityError(f"expected a body of at most {wire.MAX_BODY_BYTES} bytes: split the request")
     try:
         return await asyncio.to_thread(msgspec.msgpack.decode, data, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        raise ProgramError(f"expected a message of patchclamp.engines.wire: {error}") from None
+        raise ProgramError(f"invalid message (see patchclamp.engines.wire): {error}") from None
 
 
 def _vectors(data: bytes) -> dict[str, np.ndarray]:
@@ -439,7 +439,7 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
 
 
 def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> EngineRequest:
-    """Check a request for the engine. patchclamp's client checks its requests; other clients may not."""
+    """Convert a request for the engine, and check it: only patchclamp's own client checks what it sends."""
     model = front.engine.model
     _check_owned(owner, asked.run)
     ids = asked.prompt_token_ids
@@ -447,7 +447,7 @@ def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[st
         raise ProgramError(f"expected a prompt of token ids from 0 to {model.d_vocab - 1}", asked.run)
     if asked.max_tokens < 1 or len(ids) + asked.max_tokens > model.max_model_len:
         raise ProgramError(
-            f"expected at most {model.max_model_len} tokens, got {len(ids)} + {asked.max_tokens}", asked.run
+            f"prompt and max_tokens exceed {model.max_model_len} tokens: {len(ids)} + {asked.max_tokens}", asked.run
         )
     front.engine.check_sampling(asked.sampling)
     bound = None if asked.carried is None else _carried(front, owner, asked).bound
@@ -460,7 +460,7 @@ def _job(
     front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.ndarray], sizes: Mapping[str, tuple[int, int]],
     sources: tuple[SourceRun, ...],
 ) -> GradeJob:  # fmt: skip
-    """Check a job, and its programs as in `_request`."""
+    """Convert a grading job for the engine. Checks it and its programs as in `_request`."""
     suffixes = [tuple(suffix) for suffix in asked.suffixes]
     longest = max(map(len, suffixes), default=0) + 1
     tokens = [*itertools.chain(*suffixes), *(token for terms in asked.terms for _, _, token in terms)]
@@ -469,15 +469,15 @@ def _job(
         if not (0 <= number < len(suffixes) and 0 <= offset <= len(suffixes[number])):
             raise ProgramError("a score's sequence or offset is out of range", asked.name)
     if not suffixes or not all(asked.terms) or not 0 <= asked.top <= MAX_SCORES:
-        raise ProgramError(f"expected sequences and scores, and top from 0 to {MAX_SCORES}", asked.name)
+        raise ProgramError(f"expected sequences, scores, and top from 0 to {MAX_SCORES}", asked.name)
     try:
         cells = CellRecords.of_bytes(asked.cells)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProgramError(f"the programs cannot be read: {error}", asked.name) from None
+        raise ProgramError(f"cannot decode the programs: {error}", asked.name) from None
     front.limits.check("sweep_cells", cells.count, "programs to grade", asked.name)
     for key in cells.keys:
         if key not in sizes:
-            raise MissingSource(f"{key[:80]} is missing", asked.name)
+            raise MissingSource(f"the request lacks the rows {key[:80]}", asked.name)
     own = {key: sizes[key] for key in cells.keys}
     try:
         verify_cells(cells, own, len(asked.prompt) + longest - 1, front.engine.sites)
@@ -491,7 +491,7 @@ def _job(
 
 
 def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.ndarray]) -> list[GradeJob]:
-    """Check the jobs of a request. The jobs share the rows that they read, so the request declares the sizes."""
+    """Convert and check a request's jobs. They share the rows that they read, whose sizes the request declares."""
     points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
     for key, rows in asked.rows.items():
         try:
@@ -499,23 +499,23 @@ def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.
         except ValueError:
             read = None
         if read is None or not 0 <= read[1] < len(points):
-            raise ProgramError(f"{key[:80]} is not the key of a run's rows", "rows")
+            raise ProgramError(f"expected the key of a run's rows, got {key[:80]}", "rows")
         _check_owned(owner, read[0])
         runs.add(read[0])
         sizes[key] = rows, points[read[1]].width
     if any(rows > front.engine.model.max_model_len for rows, _ in sizes.values()):
-        raise ProgramError("more rows than a run can have", "rows")
+        raise ProgramError(f"expected at most {front.engine.model.max_model_len} rows of a run", "rows")
     sources = tuple(_DeclaredRun(run, dict(sizes)) for run in runs)
     sizes |= {key: (rows.shape[0], rows.shape[1]) for key, rows in vectors.items()}
     return [_job(front, owner, job, vectors, sizes, sources) for job in asked.jobs]
 
 
 def _never(number: int) -> BoundProgram | None:
-    raise AssertionError("a client's programs to grade run only in batches")
+    raise AssertionError("a client's grading programs run only in batches")
 
 
 class _DeclaredRun:
-    """A client's run with the rows that its programs declare. The workers check that the rows exist."""
+    """A client's run with the row counts that the request declares. The workers check that the rows exist."""
 
     def __init__(self, key: str, sizes: Mapping[str, tuple[int, int]]) -> None:
         self.key, self._sizes = key, sizes
@@ -536,24 +536,24 @@ def _used(asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> dict[str, 
 
 
 def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
-    """Verify a request's program. It may read only its owner's runs."""
+    """Decode and verify a request's program, which may read only the owner's runs."""
     assert asked.carried is not None
     try:
         carried = decode(asked.carried)
         keys = {*carried.sizes, *(key for op in carried.bound.ops for key in op.keys)}
         sources = [source for source in map(source_of, keys) if source is not None]
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProgramError(f"the program cannot be read: {error}", asked.run) from None
+        raise ProgramError(f"cannot decode the program: {error}", asked.run) from None
     if carried.bound.run != asked.run:
         raise ProgramError(f"expected the program of {asked.run}, got that of {carried.bound.run}", asked.run)
     for run, _ in sources:
         _check_owned(owner, run)
     if any(rows > front.engine.model.max_model_len for rows, _ in carried.sizes.values()):
-        raise ProgramError("it reads more rows than a run can have", asked.run)
+        raise ProgramError("the program reads more rows than a run can have", asked.run)
     prompt = len(asked.prompt_token_ids)
     try:
         verify(carried.bound, carried.sizes, prompt, prompt + asked.max_tokens - 1, front.engine.sites)
-        # a step executes the records at its positions one by one, and every request of the batch waits for them
+        # a step executes its records one by one, and every request of the batch waits for it
         front.limits.check("program_records", record_work(carried.bound.ops), RECORDS)
     except PatchclampError as error:
         raise error.under(asked.run) from None

@@ -2,7 +2,7 @@
 
 Everything is in memory: a name is a dictionary key and never a path. Runs, vectors and programs share a namespace.
 
-The API processes of a server synchronise through the first engine core, which stores the newest note on every name. A
+The API processes of a server synchronise through the first engine core, which stores the newest note on each name. A
 process fetches new notes before it looks up a request's names, and every few seconds; a single process fetches none.
 Journals of sweeps are not synchronised: with several processes, a repeated sweep may start over.
 """
@@ -116,7 +116,7 @@ def unpack_run(data: bytes, lm: LM) -> Run:
 
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-MAX_GONE = 4096  # dropped runs whose reason is remembered
+MAX_GONE = 4096  # dropped runs whose reasons are stored
 
 
 class _KeptRun(msgspec.Struct):
@@ -142,7 +142,7 @@ class Owned(ChainMap[str, Any]):
 
 
 class _Owner:
-    """One owner's objects. `version` counts the changes to its bank; running requests may capture `expected_bytes`."""
+    """One owner's objects. `version`: changes to its bank. `expected_bytes`: reserved for running requests."""
 
     def __init__(self) -> None:
         self.runs: dict[str, _KeptRun] = {}
@@ -283,7 +283,7 @@ class KeptObjects:
             self._close(owner, name, "its captures were returned with its answer, and keep was not set")
 
     def drop_old(self) -> None:
-        """Free runs that were not read for `run_ttl_s` seconds."""
+        """Free runs that have not been read for `run_ttl_s` seconds."""
         oldest = self._clock() - self.limits.run_ttl_s
         for owner, mine in self._owners.items():
             for name in [name for name, kept in mine.runs.items() if kept.touched_s < oldest and not kept.is_elsewhere]:
@@ -345,7 +345,7 @@ def _check_use(op: Use, name: str, owned: Owned) -> None:
     while rest:
         used = rest.pop()
         if used == name:
-            raise ProgramError(f"{name!r} would use itself", "name")
+            raise ProgramError(f"the program {name!r} would use itself", "name")
         if used in seen or used not in owned:
             continue
         seen.add(used)
@@ -357,14 +357,14 @@ def _check_use(op: Use, name: str, owned: Owned) -> None:
 
 
 def _check_op(op: SiteOp, sites: SiteMap, owned: Owned) -> None:
-    """Bind an op to a prompt of one token, at as many positions as its value has rows."""
+    """Check an op by binding it to a one-token prompt, with one position for each row of its value."""
     value = getattr(op, "value", None)
     if isinstance(value, (From, SameRun)) and value.site is not None:
         try:
             sites.resolve(value.site)
         except PatchclampError as error:
             raise error.under("value.site") from None
-    if isinstance(value, From):  # its source exists only at the time of a request
+    if isinstance(value, From):  # the source run may not exist until a request names it
         return
     changes: dict[str, Any] = {"tokens": every}
     if isinstance(value, SameRun):
@@ -448,8 +448,7 @@ class SweepJournals:
         return self._journals[key]
 
     def end(self, owner: str, name: str) -> None:
-        """Start the `run_ttl_s` of an ended sweep's journal, or drop it if it is empty and no other request uses
-        it."""
+        """Start the timeout (`run_ttl_s`) of an ended sweep's journal. Drop the journal if it is empty and unused."""
         journal = self._journals[owner, name]
         journal.users -= 1
         journal.touched_s = self._clock()
@@ -460,7 +459,7 @@ class SweepJournals:
         return [journal for (of, _), journal in list(self._journals.items()) if of == owner]
 
     def _reserve(self, owner: str, more: int) -> None:
-        """Check that an owner has room for `more` bytes; called on sweep threads."""
+        """Raise `TooLarge` if an owner has no room for `more` bytes; called on sweep threads."""
         used = sum(journal.nbytes for journal in self._of(owner))
         self._limits.check("kept_sweep_bytes", used + more, "bytes of resumable sweeps", "resume")
 

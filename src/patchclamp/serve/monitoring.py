@@ -1,4 +1,4 @@
-"""Scores of a server's own probes (`--probe`), which score every request: in responses, metrics, and a log on disk.
+"""Scores of every request by the server's own probes (`--probe`), in responses, metrics, and a log on disk.
 
 `MonitoredCall` adds scores to the response of one HTTP request. `ScoreWatch` counts all scores for Prometheus, and
 passes the scores of a sample of requests to a `ScoreLog`, which writes them on its own thread.
@@ -37,8 +37,8 @@ BUCKETS = (-100.0, -30.0, -10.0, -3.0, -1.0, -0.3, -0.1, 0.0, 0.01, 0.03, 0.1, 0
 MAX_QUEUED = 1 << 22  # scores queued for writing; tokens beyond this limit are dropped and counted
 FLUSH_ROWS = 1 << 14  # rows per Parquet row group
 FLUSH_NUMBERS = 1 << 20  # scores per row group, for probes with many outputs
-DIGITS = 6  # in a file's number
-COLUMNS = ("time", "request", "choice", "position", "token")  # of the log, beside the probes
+DIGITS = 6  # of a log file's number
+COLUMNS = ("time", "request", "choice", "position", "token")  # of the log, before one column per probe
 logger: logging.Logger = logging.getLogger("vllm.patchclamp")
 
 
@@ -47,12 +47,11 @@ class MonitoredCall:
 
     def __init__(self, log: MonitorLog) -> None:
         self._log, self._next = log, 0
-        self._runs: dict[int, tuple[Choices, int]] = {}  # of each choice: those of its engine request, its index there
+        self._runs: dict[int, tuple[Choices, int]] = {}  # by choice: its request's choices, its index
 
     def enter(self, request: str, choices: int, first: int | None = None) -> str:
-        """Collect an engine request's scores, and return a unique name to submit it under: clients may reuse a name
-        (`X-Request-Id`). `first`: the index of its first choice in the response; None: after earlier requests'
-        choices."""
+        """Collect an engine request's scores. Return a unique request name, because clients may reuse `X-Request-Id`.
+        `first`: the index of the request's first choice in the response; None: after earlier requests' choices."""
         first = self._next if first is None else first
         self._next = first + choices
         name = f"{request}-{secrets.token_hex(8)}"
@@ -75,7 +74,7 @@ class MonitoredCall:
             own["probes"] = as_json(self._log.monitors, begin, products) | own.get("probes", {})
 
     async def told(self, response: Response) -> Response:
-        """Add the scores of its choices to a response."""
+        """Add the scores of a response's choices to the response."""
         if isinstance(response, StreamingResponse):
             chunks: Any = response.body_iterator
             response.body_iterator = self._told(chunks)
@@ -157,13 +156,13 @@ class ScoreWatch:
 
 
 def watch_of(engine: AsyncEngine, model: str, log: ProbeLog) -> None:
-    """Start to count and log the scores of all of an engine's requests."""
+    """Start counting and logging the scores of all of an engine's requests."""
     process = engine.process_index + 1 if engine.api_processes > 1 else 0
     engine.monitor_log.watch = ScoreWatch(engine.monitors, model, log, process, engine.tokens_of)
 
 
 def observe(histogram: Any, values: np.ndarray) -> None:
-    """Observe many values at once: `Histogram.observe` takes a microsecond for each."""
+    """Add many values to a histogram at once: `Histogram.observe` takes a microsecond per value."""
     if not len(values):
         return
     bounds = np.array(histogram._upper_bounds)
@@ -194,9 +193,9 @@ class ScoreLog:
         self._path = path.with_stem(f"{path.stem}-{process}") if process else path
         self._asked, self._monitors, self._dropped = asked, monitors, dropped
         self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self._put, self._got = 0, 0  # numbers that were queued, and that were taken from the queue
-        self._unwritten = 0  # tokens that were taken from the queue and are not on disk yet
-        own = f"{glob.escape(self._path.stem)}-{'[0-9]' * DIGITS}{path.suffix}"  # other files stay
+        self._put, self._got = 0, 0  # scores put into the queue, and taken from it
+        self._unwritten = 0  # tokens taken from the queue but not yet on disk
+        own = f"{glob.escape(self._path.stem)}-{'[0-9]' * DIGITS}{path.suffix}"  # other files are kept
         self._files: deque[Path] = deque(sorted(path.parent.glob(own)))
         self._thread = threading.Thread(target=self._write, name="patchclamp scores", daemon=True)
         self._thread.start()

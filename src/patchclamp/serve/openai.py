@@ -162,7 +162,7 @@ def _chat_of(body: dict[str, Any]) -> Chat:
 
 
 async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Response:
-    """Await vLLM's response with the call set for `generate`."""
+    """Await vLLM's response. Meanwhile `generate` finds the call in the context variable `current`."""
     token = current.set(call)
     try:
         return await response
@@ -172,7 +172,7 @@ async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Re
 
 async def _twin(stock: Endpoint, request: Any, raw_request: Request) -> Any:
     """Return the unedited answer, or None if the client disconnected."""
-    monitoring.current.set(None)  # in this task: the scores are those of the edited answer
+    monitoring.current.set(None)  # in this task only: responses have the edited answer's scores
     response = await stock(request=request.model_copy(update={"vllm_xargs": None}), raw_request=raw_request)
     return None if response is None else json.loads(bytes(response.body))
 
@@ -241,13 +241,13 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
 
 
 async def _with_readouts(chunk: str, call: ProgramCall) -> str:
-    """Add to a stream's chunk the readouts of its tokens since the same choice's previous chunk."""
+    """Add to each choice of a stream chunk the readouts of the tokens since the choice's previous chunk."""
     if not call.parts or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])
     for choice in said.get("choices", ()):
         if (choice.get("delta") or {}).get("role") is None and (parts := call.parts.pop(choice["index"], None)):
-            # the first chunk has thousands of tokens to decode and features to list, those of a long prompt
+            # the first chunk includes the prompt: thousands of tokens to decode and features to list
             is_long = parts[0].lens or parts[0].features
             told = await asyncio.to_thread(readouts_of, parts) if is_long else readouts_of(parts)
             choice["patchclamp"] = told

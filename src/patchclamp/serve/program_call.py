@@ -1,4 +1,4 @@
-"""Programs in requests to vLLM's completion routes: from a request's `patchclamp` object to its response's.
+"""Programs in requests to vLLM's completion routes: from the `patchclamp` object of a request to that of its response.
 
 A `ProgramCall` reads the object. `edited` replaces vLLM's `generate`: it binds the program to each prompt, runs it, and
 adds the runs to the call. `ProgramCall.answer` describes them in the response. Variants are stored programs, served to
@@ -49,7 +49,7 @@ from patchclamp.stream import RunWatch
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """A request's model that is a stored program, or a mix of stored programs, on a base model.
+    """A requested model that combines a base model with a stored program, or with a mix of stored programs.
 
     asked: the model as named in the request
     model: the base model
@@ -66,7 +66,7 @@ class Variant(msgspec.Struct, frozen=True):
     def said_of(self, error: PatchclampError) -> PatchclampError:
         """Return the error with a note that its path counts the variant's edits first."""
         edits = len(self.program.edits)
-        return type(error)(f"{error.message} (the first {edits} edits are those of the model {self.asked})", error.path)
+        return type(error)(f"{error.message} (the first {edits} edits come from the model {self.asked})", error.path)
 
 
 async def split_variant(asked: Any, models: Any) -> tuple[str, str] | None:
@@ -110,7 +110,7 @@ def with_variants(cards: list[dict[str, Any]], kept: KeptObjects, owner: str) ->
 
 RECORDS = "(op, layer, range of positions) triples of the program"
 QUICK_WORK = 1 << 12  # ops × tokens that are bound within milliseconds
-WORK_OF_OP, WORK_OF_TEXT = 64, 16  # extra tokens per op; the weight of a token whose text is read
+WORK_OF_OP, WORK_OF_TEXT = 64, 16  # fixed work per op; work per token for an op that reads the prompt's text
 # few, because each competes with the event loop for the GIL; two, so that a long job does not block the others
 _binders = ThreadPoolExecutor(2, "patchclamp bind")
 LENS_TOKEN_BYTES = 16  # an id, a log-probability and a text
@@ -132,7 +132,7 @@ class ProgramCall:
     chat: the messages and template options of a chat prompt
     runs: the (name, run) of each choice, by index
     parts: by choice, the parts whose readouts go into the next chunk of a stream
-    error: the error that ended it
+    error: the error that ended the call, or None
     records: the program's records over all prompts
     bindings: the program bound to each distinct prompt
     on_own_route: True on patchclamp's routes, whose responses have room for every result
@@ -242,11 +242,11 @@ class ProgramCall:
 
     async def bound(self) -> list[Binding]:
         """Run the queued jobs once, off the event loop's thread, and return their bindings to every caller. Raises any
-        binding error; by then, only runs that were bound immediately have started."""
+        binding error before a queued run starts."""
         if self._binding is None:
             if not self._unbound:
                 return []
-            jobs, self._unbound = self._unbound, []  # each refers to this call
+            jobs, self._unbound = self._unbound, []  # a job refers to this call: avoid a cycle
             self._binding = asyncio.get_running_loop().run_in_executor(_binders, lambda: [job() for job in jobs])
             self._binding.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -283,7 +283,7 @@ class ProgramCall:
         for choice, told in zip(sorted(self.runs), answer["runs"], strict=True):
             _, run = self.runs[choice]
             if not run.has_captures:
-                run.close()  # the rows that its lenses and features were read from
+                run.close()  # frees the rows that lenses and features have read
             elif not self.keep and told["captures"] is not None:
                 kept.let_go(self.owner, *self.runs[choice])
         return answer
@@ -371,7 +371,7 @@ def lens_answers(lenses: Mapping[Any, LensResult]) -> dict[str, Any]:
 
 
 def feature_answers(features: Mapping[str, FeaturesResult]) -> dict[str, Any]:
-    """Features as JSON, by SAE."""
+    """Return features as JSON, by SAE name."""
     return {
         name: {"positions": read.positions, "ids": read.ids.tolist(), "values": finite(read.values.tolist())}
         for name, read in features.items()
@@ -402,13 +402,13 @@ current: ContextVar[ProgramCall | None] = ContextVar("patchclamp call", default=
 
 
 class Records:
-    """Counts a request's records while its program is bound: over all prompts, each `n` times."""
+    """Counts a request's records while its program is bound: the sum over all prompts and their `n` runs."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self._limits, self._total, self._prompts, self._stopped = limits, 0, 0, False
 
     def of_prompt(self, n: int) -> Callable[[int], None]:
-        """Return a counter for another prompt's records, with `n` runs. It raises `TooLarge` over the limit."""
+        """Return a counter for the records of another prompt with `n` runs. The counter raises `TooLarge`."""
         self._prompts += 1
         prompts = f"{self._prompts} prompt{'s' if self._prompts > 1 else ''}"
 
@@ -620,15 +620,15 @@ class ProgramRun:
         self._is_taken = True
 
     async def _watched(self, outputs: AsyncGenerator[Any, None], watch: RunWatch) -> AsyncGenerator[Any, None]:
-        """Yield outputs with their tokens' readouts, which exist one step later, up to the token where the condition
-        held. Without streaming, yield only the last output."""
-        in_parts, held, sent = self.has_readouts, list[Any](), [0, ""]  # the tokens and the text that were yielded
+        """Yield outputs with their tokens' readouts, up to the token that met the stop condition. Each output waits one
+        engine step for its readouts. Without streaming, yield only the last output."""
+        in_parts, held, sent = self.has_readouts, list[Any](), [0, ""]  # tokens and text yielded so far
         try:
             with self._call.noting_errors():
                 async with contextlib.aclosing(outputs):
                     async for output in outputs:
                         if watch.end is not None:
-                            continue  # beyond the end; the program is still to be confirmed
+                            continue  # past the end, but the program's receipt has not arrived
                         if not in_parts:
                             held.clear()
                             watch.ids.clear()
@@ -673,7 +673,7 @@ class ProgramRun:
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Reserve memory for the run's captures, record an error in the call, and free a run that did not finish."""
+        """Reserve memory for the run's captures. On an error, record it in the call and free the run."""
         engine, request = self._front.engine, self._request
         assert request.bound is not None
         room = self._front.kept.room_for(self._call.owner, captured_bytes(request.bound, engine.sites))
@@ -704,12 +704,12 @@ def prompt_in(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
     if kind == "multimodal":
         return prompt["prompt_token_ids"], None, images.images_in(prompt)
     if kind != "token":
-        raise ProgramError(f"programs support only text and images, but this prompt is {kind}: omit one or the other")
+        raise ProgramError(f"programs support only text and images, got a prompt of {kind}: omit one of them")
     return prompt["prompt_token_ids"], prompt.get("prompt"), []
 
 
 async def _publishing(call: ProgramCall, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-    """Yield a stream's outputs, adding each one's readouts to the call for the chunk that it becomes."""
+    """Yield a stream's outputs. Before each output, add its readouts to the call, for the chunk made from it."""
     async for output in outputs:
         choice, part = vars(output).pop("patchclamp")
         call.parts.setdefault(choice, []).append(part)

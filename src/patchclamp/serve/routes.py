@@ -46,7 +46,7 @@ async def root() -> RedirectResponse:
     return RedirectResponse("patchclamp")  # relative, for servers behind a proxy's prefix
 
 
-Name = Annotated[str, Path(description="of a run", examples=["italy"])]
+Name = Annotated[str, Path(description="name of a run", examples=["italy"])]
 
 
 async def hear(request: Request) -> None:
@@ -88,7 +88,7 @@ async def read_captures(run: Name, request: Request) -> Response:
     kept = front.kept.run(owner, run)
 
     async def fetch(windows: list[Window]) -> list[Captured]:
-        if front.kept.run(owner, run) is not kept:  # each time, which also keeps it from expiring
+        if front.kept.run(owner, run) is not kept:  # checked at every read, which also postpones its expiry
             raise Gone(f"run {run} is gone: another run took its name")
         return await front.engine.fetch_windows(windows)
 

@@ -28,7 +28,7 @@ class VectorCard(BaseModel):
 
     name: str
     shape: list[int] = Field(examples=[[576]])
-    bytes: int = Field(description="bytes it uses of the key's `named_bytes`")
+    bytes: int = Field(description="bytes that count towards the key's `named_bytes`")
     sites: list[str] | None = Field(description="for means, the site of each row; null for a vector")
 
 
@@ -44,9 +44,9 @@ class ProgramCard(BaseModel):
     """A stored program."""
 
     name: str
-    edits: int = Field(description="number of its edits")
-    bytes: int = Field(description="bytes it uses of the key's `named_bytes`")
-    fingerprint: str = Field(description="SHA-256 of its content")
+    edits: int = Field(description="number of edits")
+    bytes: int = Field(description="bytes that count towards the key's `named_bytes`")
+    fingerprint: str = Field(description="SHA-256 of the content")
     model: str = Field(description="the model name that serves it", examples=["smollm2:calm"])
 
 
@@ -198,7 +198,7 @@ SiteText = Annotated[str, Field(description="a site", examples=["resid_post[3]",
 TokensText = Annotated[
     str,
     Field(
-        description="which tokens",
+        description="the selected tokens",
         examples=["every", "prompt[-1]", "generated", 'span("Eiffel Tower")', 'role("user")[-1]', "image[0]"],
     ),
 ]
@@ -229,7 +229,7 @@ class FromValue(Closed):
     """Rows that another run captured."""
 
     type: Literal["from"]
-    run: str = Field(description="its name", examples=["italy"])
+    run: str = Field(description="name of that run", examples=["italy"])
     site: SiteText | None = Field(None, description="the site where they were captured; null: the edited site")
     position: TokensText | None = Field(None, description="positions in that run; null: the edited positions")
 

@@ -1,4 +1,4 @@
-"""Studies on the server: the body of a request has the fields of the study, and the response streams its events.
+"""Studies on the server: a request's body has the study's fields, and the response streams its events.
 
 Grids (sweeps, ablations, traces, paths) send their cells as they finish. A study ends when its client disconnects. With
 `resume` its values are kept for as long as runs are, and the same request continues from them.
@@ -36,7 +36,7 @@ MAX_ITEMS = 64  # sites, senders or receivers
 PROMPTS = {"prompt", "prompts", "clean", "corrupt", "positive", "negative", "source", "target"}
 MAX_TOP = 100  # tokens per cell
 PART_BYTES = 96 << 10  # of a result per event, which keeps its line below 256 KiB
-EVERY_S = 0.2  # between two progress events
+EVERY_S = 0.2  # between progress events
 KINDS = {kind.short: kind for kind in studies.STUDIES.values()}
 
 router: APIRouter = APIRouter(
@@ -89,11 +89,11 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
     known = fields_of(kind)
     for name, value in asked.items():
         if name in kind.fields() and name not in known:
-            raise ProgramError("a server cannot read a client's file or object", name)
+            raise ProgramError("the server cannot read a client's file or object: use pc.LM(url)", name)
         if name in ("sites", "senders", "receivers", "freeze", "at") and (count := _leaves(value)) > MAX_ITEMS:
-            raise ProgramError(f"expected at most {MAX_ITEMS}, got {count}", name)
+            raise ProgramError(f"expected at most {MAX_ITEMS} items, got {count}", name)
         if name == "top" and isinstance(value, (int, float)) and value > MAX_TOP:
-            raise ProgramError(f"expected at most {MAX_TOP}, got {value}", name)
+            raise ProgramError(f"expected at most {MAX_TOP} tokens per cell, got {value}", name)
     prompts = sum(_count(asked.get(name)) for name in known if name in PROMPTS)
     source = asked.get("source")
     prompts += _count(source.get("prompts")) if isinstance(source, dict) else 0
@@ -155,14 +155,14 @@ async def study(
     """Run a study and stream server-sent events.
 
     A grid sends `start` (its axes, the pairs of prompts, and the metric of both sides), `cells` (the cells finished in
-    all pairs: site, layer and column indices, and the value), `spread` if it has several pairs (for each cell its
-    indices, the intervals of its mean and effect, its p-value alone and among all, and its values pair by pair), and
-    `summary` (the best cells, the noise floor, and the blocks of a zoom). Other studies send `progress` (finished runs,
-    and their total). The last events are `result`, the parts of a safetensors file in base64 for `pc.studies.load`, or
-    `error`.
+    all pairs: site, layer and column indices, and the value), `spread` for several pairs (each cell's indices, the
+    intervals of its mean and effect, its p-value before and after correction, and its value for each pair), and
+    `summary` (the best cells, the noise floor, and the blocks of a zoom). Other studies send `progress` (the number of
+    finished runs, and the total). The last events are `result`, the chunks of a safetensors file in base64 for
+    `pc.studies.load`, or `error`.
 
-    A study ends when its client disconnects. With `resume` its values are kept for as long as runs are; the same
-    request continues from them, and first sends the values computed before.
+    A study ends when its client disconnects. With `resume` its values are kept for as long as runs are. The same
+    request then resumes from them, after sending them again.
     """
     front, owner = caller(request)
     await front.ready()
@@ -192,16 +192,16 @@ async def study(
 
 
 class RunningStudy(ClientWork, Reporter):
-    """Runs a study on a thread. Its events are pairs of a name and data."""
+    """Runs a study on a thread. Its events are (name, data) pairs."""
 
     event = "sweep"
 
     def __init__(self, front: Front, owner: str, asked: Study, resume: str | None) -> None:
         self._lm, self._asked, self._resume = owners_lm(front, owner), asked, resume
         self._journal = None if resume is None else front.journals.start(owner, resume)
-        self._places: dict[str | int | Column, int] = {}  # of a grid's sites, layers and columns on their axes
+        self._places: dict[str | int | Column, int] = {}  # indices of sites, layers and columns on a grid's axes
         self._total, self._done, self._sent_s = 0, 0, 0.0
-        self.told: int = 0  # cells
+        self.told: int = 0  # cells sent
         super().__init__(front, owner)
 
     def work(self) -> None:

@@ -67,7 +67,7 @@ def of_error(error: PatchclampError) -> dict[str, Any]:
 
 
 LOOK_EVERY_S = 2.0
-GRACE_S = 3.0  # for a client to reconnect after its connection closed
+GRACE_S = 3.0  # for a client to reconnect after its connection closes
 
 
 class Leases:
@@ -81,7 +81,7 @@ class Leases:
         self._connections: Counter[str] = Counter()  # open heartbeat connections by session
 
     def renew(self, session: str) -> None:
-        """Renew a client's lease, at a heartbeat."""
+        """Renew a client's lease after a heartbeat."""
         self._engine.renew(session)
 
     def extend(self, session: str) -> None:
@@ -122,7 +122,7 @@ MAX_VECTOR_BYTES = 1 << 17  # largest vectors of a cached binding
 
 class KnownBindings:
     """Binds programs to prompts with their owners' banks and runs, and caches the bindings of repeated programs, one
-    for all prompts of equal length. A change to the owner's bank invalidates its entries. Programs that read runs are
+    per prompt length. A change to the owner's bank invalidates its entries. Programs that read runs are
     not cached."""
 
     def __init__(self, lm: LM, kept: KeptObjects) -> None:
@@ -195,7 +195,7 @@ class Front:
     limits: the limits on one caller's requests and stored objects
     kept: stored runs, vectors and programs, by owner
     bindings: binds programs to prompts, with a cache
-    readouts: reads the probes, lenses and features of requests under way
+    readouts: reads the probes, lenses and features of running requests
     waiting: by run, a function that aborts a client's request before it starts
     journals: the journals from which sweeps are resumed
     shows_scores: True if responses have the scores of the server's own probes
@@ -264,8 +264,8 @@ class Front:
 
 
 class ClientWork:
-    """A request's work on its own thread, for a response that sends results as they arrive. It counts as under way
-    until the thread ends. `stop` makes the next report raise `RunError`.
+    """A request's work on its own thread, for a response that sends results as they arrive. It counts towards the
+    owner's limit until the thread ends. `stop` makes the next report raise `RunError`.
 
     event: the name of its log line · events: the results or an error, and None at the end
     """

@@ -1,4 +1,4 @@
-"""Site tables, one per model family with Transformers and vLLM side by side, and a live model's site map."""
+"""Site tables, one per model family, with both engines side by side, and the site map of a live model."""
 
 from patchclamp.sites.map import (
     LENS,

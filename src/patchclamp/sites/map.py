@@ -1,4 +1,4 @@
-"""A model's sizes, and its site map, which numbers points and resolves sites to them."""
+"""A model's sizes, and its site map, which numbers the points and resolves sites to points."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sizes(msgspec.Struct, frozen=True):
     no_mlp: tuple[int, ...] = ()
 
     def layers_with(self, kind: Layers | tuple[int, ...]) -> list[int]:
-        """Return the layers of a kind; explicit layers are returned as a list."""
+        """Return the layers of a kind, or explicit layers as a list."""
         if isinstance(kind, tuple):
             return list(kind)
         every = set(range(self.layers))
@@ -72,11 +72,11 @@ class Sizes(msgspec.Struct, frozen=True):
 
     @property
     def logit_cap(self) -> float | None:
-        """c in c · tanh(logits / c). Source: Gemma 2 (arXiv:2408.00118), section 2."""
+        """The cap c in c · tanh(logits / c), or None without one. Source: Gemma 2 (arXiv:2408.00118), section 2."""
         return self.factors.get("final_logit_softcapping")
 
     def parts(self, size: Size) -> tuple[int, int]:
-        """Return the number of heads, neurons or experts in a row, and their width."""
+        """Return the number of heads, neurons or experts in a row, and the width of each."""
         heads = {"Q": self.heads, "K": self.kv_heads, "Z": self.heads}
         count = heads.get(size, self[size])
         return count, self[size] // max(count, 1)
@@ -86,7 +86,7 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
     """Read the sizes from a Transformers config, under any of their names. If the layers' head counts differ, or are
     missing, `heads` is 0, and sites cannot be indexed by head.
 
-    Raises `ModelError` if the config lacks a number of layers or a single width for all of them.
+    Raises `ModelError` if the config lacks the number of layers, or one width for all layers.
     """
 
     def setting(*names: str, otherwise: Any = None) -> Any:
@@ -97,7 +97,7 @@ def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
         missing = "num_hidden_layers" if width else "hidden_size"
         raise ModelError(
             f"expected one {missing} for all layers in the config of {', '.join(architectures_of(config))}, got none: "
-            "sites require a decoder with equal layers"
+            "sites require a decoder whose layers have the same size"
         )
     kinds = layer_kinds(config, layers)
     heads = setting("num_attention_heads", otherwise=0)
@@ -120,7 +120,7 @@ def architectures_of(config: Any) -> list[str]:
 
 
 def _setting(config: Any, name: str) -> int | None:
-    """Return a setting if it is one number for all layers; otherwise None."""
+    """Return a setting if it is a single number for all layers, else None."""
     try:
         value = getattr(config, name, None)
     except Exception:  # Transformers' error for a setting that differs between layers
@@ -194,14 +194,14 @@ LAYERS_WITH = {
     "mlp": ", the layers with an MLP",
     "all": "",
 }
-MAX_INDEXED_COLUMNS = 0xFFFF  # for an indexed site: records have 16 bits per column (`plan.table`)
+MAX_INDEXED_COLUMNS = 0xFFFF  # limit for an indexed site: records store a column in 16 bits (`plan.table`)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A point: a numbered point kind of one layer.
+    """A point kind in one layer, with its number.
 
     width: the row width
-    rows: one per token of a step, or one per sampled position
+    rows: "tokens" for one row per token of a step, "sampled" for one per sampled position
     """
 
     number: int
@@ -215,9 +215,9 @@ class View(msgspec.Struct, frozen=True):
     """Location of a point's columns in its tap's tensor.
 
     tensor_width: the tensor's width; 0 if it is [B, H, T, E]
-    first: the point's first column; if heads are mixed, its first column within each key/value head's
+    first: the point's first column; if heads are mixed, its first column within each key/value head
     heads: the tensor's number of key/value heads if heads are mixed; otherwise 0
-    size: the point's number of columns per key/value head, if heads are mixed
+    size: the point's columns per key/value head if heads are mixed; otherwise 0
     by_head: True if the tensor is [B, H, T, E]
     factor: the point's values are the tensor times this factor
     """
@@ -241,7 +241,7 @@ class SiteRef(msgspec.Struct, frozen=True):
     """A site of one layer, such as `resid_post[3]` or `z[3, 5]`.
 
     point: the number of its point
-    index: its second index, as text
+    index: the second index, as text
     columns: (first, end): columns first … end − 1 of the point's row; None: the whole row
     """
 
@@ -278,13 +278,13 @@ class Dictionary(NamedTuple):
 
 
 def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, dtype: str = "float32") -> Dictionary:
-    """Place an SAE at its sites for `lm.attach`, with matrices of `dtype`. Raises `ProgramError`, `ShapeError` or
+    """Resolve the sites of an SAE for `lm.attach`; its matrices have `dtype`. Raises `ProgramError`, `ShapeError` or
     `UnsupportedSite`."""
     if not isinstance(sae, SAE):
         raise ProgramError(f"expected a pc.SAE, such as pc.SAE.load(path), got {type(sae).__name__}", "sae")
     read = str(at or sae.site)
     if not read:
-        raise ProgramError("expected the site that the SAE reads, since its file names none", "at")
+        raise ProgramError("the SAE's file names no site: pass the site that it reads as at=", "at")
     written = str(to or (sae.site_out if at is None else "") or read)
     card = DictionaryCard(
         as_probe_name(name), read, written, sae.n_features, sae.is_local, sae.normalize != "none", sae.content, dtype
@@ -292,11 +292,11 @@ def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, 
     dictionary = sites.dictionary(card, lambda ids: FeatureRows.of(sae, ids))
     for ref, width, field in ((dictionary.at, sae.width, "at"), (dictionary.to, len(sae.decoder_bias), "to")):
         if sites.width(ref) != width:
-            raise ShapeError(f"{ref} has width {sites.width(ref)}, the SAE {width}", field)
+            raise ShapeError(f"expected an SAE of width {sites.width(ref)} at {ref}, got width {width}", field)
     return dictionary._replace(sae=sae)
 
 
-LENS = "lens"  # key in `SiteMap.withdrawn` if the unembedding was not proved
+LENS = "lens"  # key in `SiteMap.withdrawn` for an unembedding that was not proved
 
 
 class SiteMap:
@@ -345,11 +345,11 @@ class SiteMap:
         return not self.family.points[kind].per_layer or bool(self._having(kind))
 
     def layers_with(self, kind: str) -> list[int]:
-        """Return the layers that have a point kind; empty if the family lacks it."""
+        """Return the layers that have a point kind, or an empty list if the family lacks it."""
         return self._layers_of.get(kind, [])
 
     def _having(self, kind: str) -> list[int]:
-        """Return the layers in which a point kind's site has a point."""
+        """Return the layers in which a point kind's site exists, also those where another kind provides it."""
         elsewhere = self.family.points[kind].elsewhere
         return sorted({*self._layers_of[kind], *self._layers_of.get(elsewhere, ())})
 
@@ -368,7 +368,7 @@ class SiteMap:
         return self if workers == 1 else SiteMap(self.family, msgspec.structs.replace(s, **local))
 
     def view(self, tap: Tap) -> View | None:
-        """Return the location of the point's columns in a tap's tensor; None if the tensor is the point."""
+        """Return the location of a point's columns in its tap's tensor; None if the point is the whole tensor."""
         if tap.by_head:
             return View(0, by_head=True)
         if tap.scale:
@@ -396,20 +396,20 @@ class SiteMap:
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def depth(self, point: int) -> int:
-        """Return a point's rank in computation order. A layer's points share a rank, except the stream before it."""
+        """Return a point's rank in computation order, equal for all points of a layer except the stream before it."""
         kind, layer = self.points[point].kind, self.points[point].layer
         if layer is None:
             return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)
         return 2 * layer if kind == "stream" else 2 * layer + 1
 
     def whole(self, ref: SiteRef) -> bool:
-        """True if one worker has all columns of a site ref, and can sum over them."""
+        """True if a single worker has all columns of a site ref, so that it can sum over them."""
         width, shards = self.points[ref.point].width, self.shard_count(ref.point)
         first, end = ref.columns or (0, width)
         return first * shards // width == (end - 1) * shards // width
 
     def lens_reads(self, point: int) -> bool:
-        """True if a lens can read a point: it is per layer and has the stream's width."""
+        """True if a lens can read a point: it has the stream's width, and belongs to a layer or is the stream's end."""
         kind = self.points[point].kind
         return self.family.points[kind].width == "D" and (self.points[point].layer is not None or kind == "stream_end")
 
@@ -418,12 +418,12 @@ class SiteMap:
         return [ref for name in self.names for ref in self.resolve(Site(name))]
 
     def dictionary(self, card: DictionaryCard, rows: Callable[[Sequence[int]], FeatureRows]) -> Dictionary:
-        """Place an attached SAE at its sites. Raises `UnsupportedSite` for an unsupported site."""
+        """Resolve the sites of an attached SAE. Raises `UnsupportedSite` for an unsupported site."""
         at, to = (self._of_dictionary(text, field) for text, field in ((card.at, "at"), (card.to, "to")))
         if self.depth(at.point) > self.depth(to.point):
             raise UnsupportedSite(f"expected a site at or after {at}, which the SAE reads, got {to}", "to")
         if self.stages > 1 and at.layer != to.layer:
-            message = f"expected a site of layer {at.layer}, since layers are in several pipeline stages, got {to}"
+            message = f"expected a site of layer {at.layer} like {at}, because of pipeline stages, got {to}"
             raise UnsupportedSite(message, "to")
         return Dictionary(card, at, to, rows)
 
@@ -442,7 +442,7 @@ class SiteMap:
         return end - first
 
     def part(self, ref: SiteRef, columns: int) -> SiteRef:
-        """Return the ref of the heads, neurons or experts at `columns`, packed as in `plan.bound`; 0: all."""
+        """Return the ref of the heads, neurons or experts in `columns`, packed as in `plan.bound`; 0: all columns."""
         parts = self.parts(ref.name)
         if not columns or parts is None:
             return ref
@@ -452,7 +452,7 @@ class SiteMap:
         return msgspec.structs.replace(ref, index=index, columns=(first, end))
 
     def parts(self, name: str) -> tuple[int, int] | None:
-        """Return the number of heads, neurons or experts in a site's row, and their width; None without parts."""
+        """Return the number of heads, neurons or experts in a site's row and the width of each; None if it has none."""
         return self.sizes.parts(SPECS[name].width) if SPECS[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:

@@ -29,14 +29,14 @@ Layers = Literal["all", "attention", "recurrent", "mlp", "dense", "sparse"]
 class Tap(msgspec.Struct, frozen=True):
     """A tensor at a module's input or output.
 
-    module: the module's path, `{l}` a layer
+    module: the module's path, with `{l}` for the layer
     moment: the module's input (`in`) or output (`out`); for attention layers also vLLM's result (`attention`) or the
         queries after rotary embedding (`query`)
     hidden: the index of the positional argument, or the name of the keyword argument; for `out`, the tuple index
-    residual: the same for the second tensor, if the engine carries the stream as a sum of two; None: no second tensor
+    residual: as `hidden`, for the second tensor if the engine keeps the stream as a sum of two tensors; else None
     of: the widths of the tensors packed side by side in this tensor; empty: not packed
     part: the index of the point's tensor among the packed ones
-    mixed: True if they are packed per key/value head, each next to its queries
+    mixed: True if the packed tensors alternate per key/value head, each head beside its queries
     by_head: True if the tensor is [B, H, T, E]
     scale: a factor, or its config name; the site is the tensor times this factor
     rerun: True if an edit reruns the module because its other results depend on the tensor (a router's choice)
@@ -59,13 +59,13 @@ class Tap(msgspec.Struct, frozen=True):
 class PointKind(msgspec.Struct, frozen=True):
     """One kind of point, on both engines.
 
-    transformers, vllm: its tap on each engine
+    transformers, vllm: the tap on each engine
     width: the row size
     layout: the layout of a row under tensor parallelism
-    per_layer: True if each layer has such a point; otherwise the model has one, such as the end of the stream
-    rows: one per token of a step, or one per sampled position
+    per_layer: True if layers have such a point; False if the model has a single one, such as the end of the stream
+    rows: "tokens" for one row per token of a step, "sampled" for one per sampled position
     layers: the kind of layers that have it, or their indices
-    elsewhere: the point kind its site resolves to in other layers
+    elsewhere: the point kind that its site resolves to in other layers
     """
 
     transformers: Tap
@@ -90,15 +90,15 @@ PARALLEL = "attention and MLP run in parallel on the stream before the layer"  #
 class Family(msgspec.Struct, frozen=True, dict=True):
     """Model classes that share one table.
 
-    points: point kinds by name, a site's or one of the stream's (`STREAM`)
+    points: point kinds by name, which is a site name or one of the names in `STREAM`
     lacks: the missing sites, with the reason
-    needs: required config settings; a string names another setting that holds the required value
+    needs: required values of config settings; a string value names the setting that has the required value
     backend: True if vLLM runs it through its Transformers backend, which creates the modules of the vLLM taps
     tabled: False if the table was derived from a module tree rather than declared in `sites.tables`
     divided_by: the config name of vLLM's divisor of the stream in float16
     gated: True if a gate multiplies attention's result, before `z`
     both: True if each layer has attention and a state space in parallel, each added to the stream
-    afterwards: the operations after the MLP, in words, if a layer's end is not `resid_mid` + `mlp_out`
+    afterwards: a description of the operations after the MLP if a layer's end is not `resid_mid` + `mlp_out`
     unchecked: the reason why self-checks cannot compare `embed` with the token embedding (it is more than a multiple
         of it); "" if they can
     """
@@ -133,7 +133,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
-        """The family's sites, each with its point kind and its point's layer offset."""
+        """The family's sites: by name, the point kind and its layer offset."""
         kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
         kinds |= dict.fromkeys(DERIVED, (ROTATED, 0))
         return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
@@ -170,8 +170,8 @@ def results(o_proj: str, attention: str) -> PointKind:
 
 
 def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKind]:
-    """Make the point kinds `words` among queries, keys and values: on Transformers each is the output of a separate
-    projection (`{w}` is the word), on vLLM a part of a merged projection's output."""
+    """Make the point kinds `words` among q, k and v: on Transformers each is the output of a separate projection (with
+    `{w}` for its letter in the path), on vLLM a slice of a merged projection's output."""
     return {
         word: sharded(Tap(transformers.format(w=word, l="{l}"), "out"), Tap(vllm, "out", of=QKV, part=part), width)
         for part, (word, width) in enumerate(PARTS)
@@ -182,8 +182,8 @@ def projections(transformers: str, vllm: str, *words: str) -> dict[str, PointKin
 def merged(
     module: str, transformers: str | None = None, mixed: bool = False, regrouped: bool = False
 ) -> dict[str, PointKind]:
-    """Make the point kinds of queries, keys and values packed in one projection's output on both engines: `mixed`
-    within each head, or mixed only on Transformers if vLLM has `regrouped` them."""
+    """Make the point kinds of queries, keys and values that both engines pack into one projection's output. `mixed`:
+    they alternate per key/value head; `regrouped`: only on Transformers, because vLLM reorders them."""
 
     def tap(module: str, part: int, mixed: bool) -> Tap:
         return Tap(module, "out", of=QKV, part=part, mixed=mixed)
@@ -617,7 +617,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 class Decoder(NamedTuple):
-    """Text decoder of a multimodal model class.
+    """The text decoder of a multimodal model class.
 
     model_type: the `model_type` in the decoder's config
     architecture: a text model class with the same table
@@ -678,7 +678,7 @@ def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family
 
 
 def _unmet(family: Family, config: Any) -> str:
-    """Return an error message for the first of the family's requirements that a config fails; "" if it meets all."""
+    """Return the error message for the first family requirement that a config fails; "" if it meets all."""
     for name, needed in family.needs.items():
         right = getattr(config, needed, None) if isinstance(needed, str) else needed
         if config is not None and getattr(config, name, right) != right:
@@ -687,7 +687,7 @@ def _unmet(family: Family, config: Any) -> str:
 
 
 def within(decoder: Decoder, family: Family, architecture: str) -> Family:
-    """Rebase a text model's site table onto the multimodal model of a decoder."""
+    """Adapt a text model's site table to the multimodal model that contains it as a decoder."""
     beside = decoder.below.removesuffix("model") if decoder.below.endswith(".model") else ""  # prefix of `lm_head`
 
     def moved(tap: Tap, below: str) -> Tap:

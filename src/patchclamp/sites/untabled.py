@@ -5,7 +5,7 @@ omitted; the others are proved on the live model.
 
 1. `Recorder` records the run: the dataflow between values, and the arguments and results of every module call.
 2. `Flow` finds the stream. A layer's arguments are the stream, or two tensors that sum to it. The layer's gain is the
-   next layer's stream, as a sum, minus its own. Each term of a gain is looked up among the results of its modules.
+   next layer's stream, as a sum, minus the layer's own. Each term of a gain is looked up among the modules' results.
 3. `places` finds the sites, as plain data for any process; `untabled` makes the table.
 
     T tokens of the run · D model width · l layer
@@ -33,7 +33,7 @@ from patchclamp.language.site import SITES
 from patchclamp.sites.map import Sizes, architectures_of, sizes_of
 from patchclamp.sites.tables import DECODERS, PARALLEL, UNCHECKED, Family, Moment, PointKind, Size, Tap
 
-Key = int | str  # an argument's number or name
+Key = int | str  # an argument's index or name
 Sum = dict[int, float]  # factor by value
 MIXER = re.compile(
     r"mamba|ssm|shortconv|short_conv|\bconv\b|delta_?net|delta_?attention|linear_?att|lightning|recurrent|rwkv"
@@ -58,8 +58,8 @@ class Value(msgspec.Struct):
 class ModuleCall(msgspec.Struct):
     """A module call.
 
-    given, result: its tensor arguments and results, as values
-    shapes, result_shapes: the shapes of both
+    given, result: the values of its tensor arguments and results
+    shapes, result_shapes: the shapes of the arguments and of the results
     begin, end: the number of values before and after the call
     """
 
@@ -88,7 +88,7 @@ class Record(msgspec.Struct, dict=True):
     """The record of one run.
 
     kinds: each module's class names (`kinds_of`)
-    ids: the value of the token ids
+    ids: the number of the value that holds the token ids
     guessed: modules that failed on meta tensors, with the error; assumed to return a tensor like their first argument
     """
 
@@ -120,7 +120,7 @@ class Record(msgspec.Struct, dict=True):
 
     @functools.cached_property
     def returned(self) -> dict[int, list[tuple[ModuleCall, int]]]:
-        """The calls that returned each value, with the item's index; outer calls first."""
+        """The calls that returned each value, outermost first, each with the value's index in the result."""
         returned: dict[int, list[tuple[ModuleCall, int]]] = {}
         for call in sorted(self.calls, key=lambda call: len(call.path)):
             for item, number in call.result.items():
@@ -149,13 +149,13 @@ class NotFound(Exception):
 
 
 class Flow:
-    """The stream of a record.
+    """The residual stream in a record.
 
     layers: the path of the list of layers
     keys: a layer's arguments that carry the stream
     adds: True if layers only add to the stream
     end, end_keys: the call that takes the stream after the last layer, and its arguments that carry the stream
-    gains: the sum that each layer adds
+    gains: for each layer, the sum that it adds to the stream
     """
 
     def __init__(self, record: Record, count: int, width: int, tokens: int) -> None:
@@ -226,7 +226,7 @@ class Flow:
         return bool(before) and all(total.get(value) == 1 for value in before)
 
     def calls_with_sums(self, begin: int, end: int) -> Iterator[tuple[ModuleCall, tuple[Key, ...]]]:
-        """Yield the calls in a part of the run, each with every set of arguments whose sum may be the stream."""
+        """Yield the calls between two points of the run, with each set of arguments whose sum may be the stream."""
         for call in self.record.calls:
             if begin <= call.begin and call.end <= end:
                 wide = list(self.wide(call))
@@ -277,7 +277,7 @@ class Flow:
         return {term: factor for term, factor in total.items() if term not in before}
 
     def part_of(self, layer: int, term: int) -> str:
-        """Return the part of a layer that computes a term: "attention", "mixer" (any other token mixer) or "mlp"."""
+        """Return the part of a layer that computes a term: "attention", "mixer" (another token mixer) or "mlp"."""
         terms, waiting, seen, names = frozenset(self.carried(layer)), [term], set(), set()
         while waiting:
             number = waiting.pop()
@@ -309,7 +309,7 @@ WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # sites with a row width o
 
 
 class FoundTensor(msgspec.Struct, frozen=True):
-    """A tensor at a module's input or output, in each of `layers` (`{l}` in the path), or once (None).
+    """A tensor at a module's input or output. `layers`: the layers that have it (`{l}` in its path), or None.
 
     keys: the arguments that sum to it, or the index of the result's item
     factor: the tensor's factor when it is added to the stream
@@ -343,14 +343,14 @@ class Places(msgspec.Struct, frozen=True):
 
 
 def places(architecture: str, record: Record, sizes: Sizes, tokens: int) -> Places:
-    """Find the sites in the record of a run on `tokens` tokens. Raises `NotFound` if it has no stream."""
+    """Find the sites in the record of a run on `tokens` tokens. Raises `NotFound` if no stream was found."""
     flow = Flow(record, sizes.layers, sizes.d_model, tokens)
     spots = {
         "stream": FoundTensor(flow.layers + ".{l}", "in", flow.keys, tuple(range(flow.count))),
         "stream_end": FoundTensor(flow.end.path, "in", flow.end_keys),
     }
     lacks: dict[str, str] = {}
-    finders: dict[str, Callable[[], FoundTensor | None]] = {  # both return None if the tensor is the stream
+    finders: dict[str, Callable[[], FoundTensor | None]] = {  # a finder returns None if the tensor is the stream
         "final_norm": lambda: _final_norm(flow),
         "embed": lambda: _embed(flow),
         "attn_out": lambda: _added(flow, "attention"),
@@ -415,7 +415,7 @@ def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
 def _added(flow: Flow, part: str) -> FoundTensor:
     """Find the result of a layer's part, as added to the stream."""
     if not flow.adds:
-        raise NotFound("its layers do more to the stream than add to it")
+        raise NotFound("its layers change the stream by more than addition")
     terms = {layer: found for layer, found in _terms(flow, part).items() if found}
     if not terms:
         raise NotFound("no layer adds an attention result" if part == "attention" else "its layers have no MLP")
@@ -438,7 +438,7 @@ def _returning(flow: Flow, layer: int, term: int, factor: float) -> FoundTensor:
 def _mid(flow: Flow) -> FoundTensor:
     """Find the stream between attention and MLP."""
     if not flow.adds:
-        raise NotFound("its layers do more to the stream than add to it")
+        raise NotFound("its layers change the stream by more than addition")
     mlp = {layer: {term for term, _ in terms} for layer, terms in _terms(flow, "mlp").items()}
     layers = [layer for layer, gains in enumerate(flow.gains) if mlp[layer] and len(gains) > len(mlp[layer])]
     if not layers:
@@ -461,7 +461,7 @@ def _taking(flow: Flow, layer: int, mlp: set[int]) -> FoundTensor:
 
 
 def _alike(spots: list[FoundTensor], layers: tuple[int, ...]) -> FoundTensor:
-    """Merge equal tensors of several layers. Raises `NotFound` if they differ."""
+    """Merge the tensors of several layers into one with `{l}`. Raises `NotFound` if their modules differ."""
     if len(set(spots)) > 1:
         differing = ", ".join(sorted({spot.path for spot in spots}))
         raise NotFound(f"its module or factor differs between layers: {differing}")
@@ -469,8 +469,8 @@ def _alike(spots: list[FoundTensor], layers: tuple[int, ...]) -> FoundTensor:
 
 
 def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) -> FoundTensor:
-    """Find the input of the last projection in a layer's module with one of these `names`. That module may be a mere
-    wrapper of another with such a name, like EXAONE's `attn.attention`."""
+    """Find the input of the last projection (one of `ends`) in the layer module with one of `names`. The module may
+    only wrap another one with such a name, like EXAONE's `attn.attention`."""
     path = flow.layers + ".{l}"
     holding = [layer for layer in range(flow.count) if set(names) & set(flow.record.children(path.format(l=layer)))]
     layers = holding or list(range(flow.count))
@@ -485,7 +485,7 @@ def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) 
 
 
 def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) -> str:
-    """Return the only one of `names` that is a module's child in every layer."""
+    """Return the one of `names` that is a child of the module in every layer. Raises `NotFound`."""
     children = {layer: flow.record.children(path.format(l=layer)) for layer in layers}
     shared = [name for name in names if all(name in of_layer for of_layer in children.values())]
     if len(shared) != 1:
@@ -542,7 +542,7 @@ class Recorder(TorchDispatchMode):
         of = tuple(self.value(tensor) for tensor in tensors)
         try:
             result = func(*args, **kwargs)
-        except NotImplementedError:  # an op that only writes to its arguments may lack a meta implementation
+        except NotImplementedError:  # ops that only write to arguments may lack a meta version
             if func._schema.returns:
                 raise
             result = None
@@ -579,8 +579,8 @@ class Recorder(TorchDispatchMode):
         call.end = len(self.record.values)
 
     def guessed(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return a module's result. If it fails on meta tensors, return a tensor like its first argument, computed
-        from all arguments."""
+        """Return a module's result. If the module fails on meta tensors, return a tensor like its first argument,
+        recorded as computed from all arguments."""
         depth, calls = len(self._under), len(self.record.calls)
         try:
             return forward(*args, **kwargs)
@@ -653,7 +653,7 @@ def _arithmetic(
 
 T = 5
 OTHERWISE = {  # modules with misleading names, by model type and site
-    "diffllama": {"z": "its projection reads half as many heads, twice as wide: normed differences of two"},
+    "diffllama": {"z": "its projection reads half as many heads, twice as wide: normed differences of two heads"},
 }
 SEVERAL_STREAMS = {  # models without a single residual stream, by model type
     "gemma3n_text": "its layers carry four streams (AltUp), none of them the residual stream",
@@ -692,8 +692,8 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
 
 
 def family_of_places(name: str, config: Any, transformers: Places | None, vllm: Places, sizes: Sizes) -> Family:
-    """Make the table from the sites found in vLLM's and in Transformers' class. A site found only in vLLM's class uses
-    its module path on both engines: vLLM usually keeps the checkpoint's names."""
+    """Make the table from the sites found in the vLLM class and the Transformers class. A site found only in vLLM's
+    uses the same module path on both engines, because vLLM usually keeps the checkpoint's names."""
     points = {"logits": LOGITS}
     for kind, spot in vllm.spots.items():
         theirs = spot if transformers is None else transformers.spots.get(kind, spot)
@@ -711,7 +711,7 @@ def family_of_places(name: str, config: Any, transformers: Places | None, vllm: 
 
 
 def no_text_model(architectures: Sequence[str]) -> ModelError:
-    """Return the error for a config whose text decoder is only a part of the model."""
+    """Return the error for a multimodal config, whose text decoder is only one part of the model."""
     return ModelError(
         f"no site table for {list(architectures)}, and none can be derived for a multimodal model. Multimodal models "
         f"with a table: {', '.join(DECODERS)}; many families also have text-only checkpoints"
@@ -742,7 +742,7 @@ def refuse(architecture: str, why: str) -> ModelError:
 
 def _record(net: Any, sizes: Sizes) -> Record:
     """Record a model's run on meta tensors."""
-    # given mask and positions, most models read no tensor values, which meta tensors lack
+    # with mask and positions given, most models read no tensor values; meta tensors have none
     masked = {"attention_mask": torch.zeros(1, 1, T, T), "position_ids": torch.zeros(1, T, dtype=torch.long)}
     failed: Exception | None = None
     for options, dtype in itertools.product((masked, {}), (torch.bfloat16, torch.float32)):

@@ -21,9 +21,9 @@ from patchclamp.store.host_memory import HostBlock, copy_bytes, reused
 from patchclamp.store.tensors import PROBE, CapturedEntry, CaptureSource
 
 ALIGNED = 16  # byte alignment of regions
-MIN_VIEW_BYTES = 1 << 16  # smaller reads are copied, since a view keeps a whole chunk's memory
+MIN_VIEW_BYTES = 1 << 16  # smaller reads are copied, because a view keeps a whole chunk in memory
 SPARSE_TURNS = 8  # turns after which a chunk shrinks if less than half of it is kept
-MAX_SPARSE_BYTES = 1 << 31  # total bytes per step of such chunks; above it they shrink at once
+MAX_SPARSE_BYTES = 1 << 31  # total bytes per step of such chunks; above this limit they shrink at once
 MAX_UNCOUNTED = 8  # chunks with `live_bytes` still uncounted
 _TORCH = tuple(getattr(torch, name) for name in DTYPES)
 NONE = np.zeros(0, np.int64)
@@ -31,7 +31,7 @@ ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
 
 
 class BufferSlice(msgspec.Struct):
-    """Bytes of consecutive steps, contiguous in a block, starting at `offset`."""
+    """The bytes of consecutive steps, contiguous in a block from `offset`."""
 
     block: HostBlock
     offset: int
@@ -42,7 +42,7 @@ class BufferSlice(msgspec.Struct):
         return [self.block]
 
     def is_contiguous(self, begin: int, end: int) -> bool:
-        """True if `cut` can return these bytes of each step."""
+        """True if bytes begin … end−1 of each step are contiguous, so that `cut` can return them."""
         return True
 
     def cut(self, begin: int, end: int, stride: int) -> np.ndarray:
@@ -53,8 +53,8 @@ class BufferSlice(msgspec.Struct):
 
 
 class ScatteredSlices(msgspec.Struct):
-    """One step's bytes in several blocks. Each part is (begin, end, block, offset): the step's bytes begin … end−1 are
-    in the block, starting at `offset`. The first part that contains a byte wins."""
+    """One step's bytes in several blocks. Each part is (begin, end, block, offset): bytes begin … end−1 of the step are
+    in the block, starting at `offset`. Where parts overlap, the first one counts."""
 
     parts: list[tuple[int, int, HostBlock, int]]
     steps: int = 1
@@ -73,10 +73,10 @@ class ScatteredSlices(msgspec.Struct):
 
 
 class CaptureChunk(msgspec.Struct, dict=True, eq=False):
-    """Rows of consecutive steps with the same layout: `places` holds `stride` bytes per step, `source` maps them to
-    runs.
+    """Rows of consecutive steps with the same layout. `places`: the memory, `stride` bytes per step; `source`: the map
+    from bytes to runs.
 
-    `live_bytes`: the bytes of a step that belong to kept runs, once counted
+    `live_bytes`: the bytes per step that belong to kept runs, once counted
     """
 
     places: list[BufferSlice | ScatteredSlices]
@@ -99,8 +99,8 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return _split_by_run(self.table)
 
     def gather(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Gather the rows of entries with equal row size and alignment. Returns each row's entry index and position,
-        and all rows' bytes in pieces, [S, n] per place; views if the rows are contiguous."""
+        """Gather the rows of table entries with equal row size and alignment. Returns each row's entry index and
+        position, and the bytes of all rows, one array [S, n] per place; a view if the rows are contiguous."""
         count, size = table["count"].astype(np.int64), int(table["row_bytes"][0])
         rows, begin, pieces = int(count.sum()), int(table["offset"][0]), list[np.ndarray]()
         nth = np.arange(rows) - np.repeat(np.cumsum(count) - count, count)
@@ -117,11 +117,11 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
     @functools.cached_property
     def _by_point(self) -> dict[int, dict[int, list[CapturedEntry]]]:
-        """The table's entries by run and point, for runs that were fetched."""
+        """The table's entries by run and point, filled in as runs are fetched."""
         return {}
 
     def captured(self, run: int, point: int, op: int | None) -> list[CapturedEntry]:
-        """Return a run's entries at a point: one op's, or all ops' that capture the site (None)."""
+        """Return a run's entries at a point, for one op or (None) for all ops that capture the site."""
         if run not in self._by_point:
             by_point = self._by_point[run] = collections.defaultdict(list)
             for row in self._table_of_run[run].tolist():
@@ -135,11 +135,11 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
     @property
     def has_arrived(self) -> bool:
-        """True if all its bytes are in host memory."""
+        """True once every byte has reached host memory."""
         return all(block.has_arrived for place in self.places for block in place.blocks)
 
     def append(self, place: BufferSlice | ScatteredSlices) -> None:
-        """Append one step."""
+        """Append the bytes of one step."""
         last = self.places[-1]
         if isinstance(place, ScatteredSlices) or isinstance(last, ScatteredSlices) or place.block is not last.block:
             self.places.append(place)
@@ -149,8 +149,8 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
             self.places.append(place)
 
     def rows(self, entry: CapturedEntry, first: int, known: dict[Any, np.ndarray]) -> StoredRows:
-        """View an entry's rows, [S, size] per place, skipping places that end before position `first`. `known` caches
-        positions across entries."""
+        """Return views of an entry's rows, [S, size] per place. Skips places that end before position `first`. `known`
+        caches positions across entries."""
         begin, end, count = entry.offset, entry.offset + entry.count * entry.row_bytes, entry.count
         steps, number = self.steps, 0 if first <= entry.position else len(self.places)
         before = steps if number else 0  # steps of the skipped places
@@ -190,7 +190,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
 
 class StoredTable(msgspec.Struct):
-    """A chunk source whose table already exists."""
+    """A capture source whose table already exists."""
 
     rows: np.ndarray
 
@@ -204,7 +204,7 @@ class StoredTable(msgspec.Struct):
 
 
 def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride: int, to: np.ndarray) -> None:
-    """Copy the rows of entries with equal row size and alignment side by side to the beginning of `to`."""
+    """Copy the rows of entries with equal row size and alignment into `to`, side by side from its start."""
     size, count, offset = int(table["row_bytes"][0]), table["count"].astype(np.int64), table["offset"]
     if isinstance(place, ScatteredSlices):
         at = 0
@@ -220,7 +220,7 @@ def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride
 
 
 class KeptRun(msgspec.Struct):
-    """A run's number, and the turns `since` … `until` − 1 (None: still open) in which it may have captured."""
+    """A run's number, and the turns `since` … `until` − 1 in which it may capture. `until` is None for an open run."""
 
     number: int
     since: int
@@ -239,9 +239,9 @@ class CaptureStore:
         self.keeps_last = False
         self._runs: dict[str, KeptRun] = {}
         self._numbers: set[int] = set()  # numbers of kept runs
-        self._chunks: dict[int, CaptureChunk] = {}  # by turn: the number of chunks added before
+        self._chunks: dict[int, CaptureChunk] = {}  # by turn, the number of chunks added before it
         self._uncounted: collections.deque[int] = collections.deque()  # turns of chunks without `live_bytes`
-        self._sparse: dict[int, int] = {}  # by a chunk's turn: the turn since which less than half of it is kept
+        self._sparse: dict[int, int] = {}  # by turn of a chunk, the turn at which it became sparse
         self._turn = self._next_number = 0
 
     def __len__(self) -> int:
@@ -252,7 +252,7 @@ class CaptureStore:
         return run in self._runs
 
     def open(self, run: str) -> int:
-        """Start or reopen a run; returns its number."""
+        """Start or reopen a run, and return its number."""
         if run not in self._runs:
             self._runs[run] = KeptRun(self._next_number, self._turn)
             self._numbers.add(self._next_number)
@@ -269,8 +269,8 @@ class CaptureStore:
         """Drop a run's rows; no effect if it was already released.
 
         When less than half of a chunk belongs to kept runs, their rows are copied out and the chunk is freed. This
-        waits until the chunk has arrived from the device, and for `SPARSE_TURNS` turns: runs are often released in
-        quick succession, and a chunk without kept rows needs no copy.
+        waits until the chunk has arrived from the device, and for `SPARSE_TURNS` turns. Runs are often released in
+        quick succession, and a chunk without kept rows is freed without a copy.
         """
         if run not in self._runs:
             return
@@ -304,7 +304,7 @@ class CaptureStore:
         return sum(chunk.steps * chunk.stride for chunk in self._chunks.values())
 
     def add(self, chunk: CaptureChunk) -> None:
-        """Keep a chunk as long as any of its runs is kept. Steps may still be appended to the chunk."""
+        """Keep a chunk for as long as any of its runs. Steps may still be appended to the chunk."""
         if self._sparse:
             self._shrink(SPARSE_TURNS)
         self._chunks[self._turn] = chunk
@@ -314,7 +314,7 @@ class CaptureStore:
             self._count(1)
 
     def _count(self, chunks: int) -> None:
-        """Compute `live_bytes` of the `chunks` oldest uncounted chunks; deferred until needed or many."""
+        """Compute `live_bytes` of the `chunks` oldest uncounted chunks. Counting is deferred until many wait."""
         for _ in range(chunks):
             turn = self._uncounted.popleft()
             chunk = self._chunks[turn]
@@ -331,8 +331,8 @@ class CaptureStore:
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        """Return the captured positions [T], ascending, starting at `first`, and their rows [T, W]: one op's, or all
-        ops' at the point except probes'.
+        """Return the captured positions [T], ascending from `first`, and their rows [T, W]: those of one op, or (None)
+        of all ops at the point except probes.
 
         If an op captured a position twice (after preemption), its first row wins, or its last with `keeps_last`;
         between two ops, the later op wins. Raises `MissingSource` for a run that is not kept.
@@ -384,7 +384,7 @@ class CaptureStore:
             [(_, rows)] = tensors_of([joined])
         else:
             rows = torch.cat([rows.float() for _, rows in tensors_of(list(stored))])
-        if how:  # steps pooled some runs' rows; the caller pools runs that also read generated tokens
+        if how:  # pooled within steps; the caller pools runs that also read generated tokens
             some, rest = np.flatnonzero(pooled), np.flatnonzero(pooled == 0)
             labels = run[some], position[some], pooled[some], span[some], turn[some]
             reduced = _pooled(*labels, rows.numpy()[some], POOLS[how - 1])
@@ -411,7 +411,7 @@ class CaptureStore:
                 raise MissingSource(f"run {run} is not available: it was released, or captured nothing")
 
     def find(self, wanted: Iterable[tuple[str, int, int | None, int]]) -> list[StoredRows]:
-        """Find rows for each (run, point, op, first), as in `fetch`. Waits for pending copies."""
+        """Find the rows of each (run, point, op, first), as in `fetch`. Waits for pending copies."""
         wanted = list(wanted)
         self._check_kept(dict.fromkeys(run for run, *_ in wanted))
         self._flush()
@@ -440,8 +440,8 @@ def _pooled(
     run: np.ndarray, position: np.ndarray, count: np.ndarray, span: np.ndarray, turn: np.ndarray, rows: np.ndarray,
     pool: str,
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:  # fmt: skip
-    """Combine the rows pooled by steps into one per run. Returns the run [R], its last position [R], and the row
-    [R, W]. A preempted request restarts its prompt; among the passes that got furthest, the first wins.
+    """Combine rows that were pooled per step into one row per run. Returns the run [R], its last position [R], and the
+    row [R, W]. A preempted request restarts its prompt; the first of the passes that got furthest counts.
 
     run, position, count, span, turn: each row's run, first position, number of pooled positions, span from the first
         to the last, and turn, [N]
@@ -451,7 +451,7 @@ def _pooled(
     of_run = _begins(run)
     is_first = position == np.minimum.reduceat(position, of_run).repeat(np.diff(of_run, append=len(run)))
     of_turn = _begins(run, turn)
-    starts = np.logical_or.reduceat(is_first, of_turn)  # including turns that restart
+    starts = np.logical_or.reduceat(is_first, of_turn)  # also turns that restart a prompt
     passes = of_turn[starts]
     furthest = np.maximum.reduceat(end, passes)
     best = np.lexsort((-furthest, run[passes]))
@@ -467,7 +467,7 @@ def _pooled(
 
 
 def _begins(*labels: np.ndarray) -> np.ndarray:
-    """Return the index at which each run of equal labels begins."""
+    """Return the index at which each stretch of equal labels begins."""
     return np.flatnonzero(np.append(True, np.any([np.diff(each) != 0 for each in labels], axis=0)))
 
 
@@ -501,7 +501,7 @@ class StoredRows(NamedTuple):
         return torch.from_numpy(data.reshape(-1)).view(self.dtype).view(-1, self.width)
 
     def copies(self, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the copies, as pairs (to, from), that write the bytes contiguously to memory."""
+        """Return the copies, as (to, from) pairs, that write the rows' bytes contiguously to `memory`."""
         ends = itertools.accumulate(part.size for part in self.parts)
         return [
             (memory[end - part.size : end].reshape(part.shape), part)
@@ -510,7 +510,7 @@ class StoredRows(NamedTuple):
 
 
 def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
-    """Return bytes begin … end−1 of a part [S, n] as 2-D views: a step's end, whole steps, a step's beginning."""
+    """Return bytes begin … end−1 of a part [S, n] as 2-D views: the end of one step, whole steps, the start of one."""
     views, size = [], part.shape[1]
     while begin < end:
         step, at = divmod(begin, size)
@@ -547,8 +547,8 @@ def _width_of(entry: CapturedEntry) -> int:
 
 
 def _joined(parts: list[tuple[int, StoredRows]], width: int, keeps_last: bool) -> StoredRows:
-    """Join rows, each with its op. Between ops, the later wins; within an op, the first, or the last if `keeps_last`.
-    Mixed dtypes become fp32. `width`: the row width of an empty result."""
+    """Join (op, rows) pairs. For equal positions the later op wins; within an op, the first row, or the last if
+    `keeps_last`. Mixed dtypes become fp32. `width`: the row width of an empty result."""
     of_entry = [rows for _, rows in parts]
     width = of_entry[0].width if parts else width
     positions = np.concatenate([np.zeros(0, np.int64), *(rows.positions for rows in of_entry)])
@@ -569,6 +569,6 @@ def _joined(parts: list[tuple[int, StoredRows]], width: int, keeps_last: bool) -
 
 
 def _split_by_run(table: np.ndarray) -> dict[int, np.ndarray]:
-    """Split a table, sorted by run, into one table per run."""
+    """Split a table that is sorted by run into one table per run."""
     parts = np.split(table, np.flatnonzero(np.diff(table["run"])) + 1)
     return {int(part["run"][0]): part for part in parts if len(part)}

@@ -29,7 +29,7 @@ import torch
 from patchclamp.store.system import available_bytes
 
 _NAME = "patchclamp-"
-_open: dict[int, tuple[str, int, int]] = {}  # this process's open memory, by first address: name, file, size
+_open: dict[int, tuple[str, int, int]] = {}  # (name, file, size) of this process's open memory, by first address
 _addresses: list[int] = []  # ascending
 
 
@@ -69,7 +69,7 @@ def make(size: int) -> np.ndarray | None:
 
 
 def _max_files() -> int:
-    """Return the maximum number of descriptors for open memory, two per file: a quarter of the limit, once raised."""
+    """Return the maximum number of open-memory files, of two descriptors each. Raises the process's limit first."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -94,7 +94,7 @@ def address_of(data: np.ndarray) -> int:
 def place_of(data: np.ndarray) -> MemoryLocation | None:
     """Return the location of contiguous bytes in open memory; None for other memory."""
     first = address_of(data)
-    addresses = _addresses.copy()  # other threads may modify it
+    addresses = _addresses.copy()  # another thread may modify the list
     number = bisect.bisect(addresses, first) - 1
     memory = _open.get(addresses[number]) if number >= 0 else None
     if memory is None or first + data.nbytes > addresses[number] + memory[2]:
@@ -112,7 +112,7 @@ def is_open(place: MemoryLocation) -> bool:
 
 
 def map_place(place: MemoryLocation) -> mmap.mmap:
-    """Map a location's file. Raises `OSError` if the path is a different file, such as on another machine."""
+    """Map a location's file. Raises `OSError` if its path is a different file here, such as on another machine."""
     if not is_open(place):
         raise FileNotFoundError(f"{place.path} is a different file")
     with open(place.path, "r+b", buffering=0) as file:
@@ -122,23 +122,23 @@ def map_place(place: MemoryLocation) -> mmap.mmap:
 logger: logging.Logger = logging.getLogger("patchclamp")
 
 SLAB_BYTES = 1 << 26
-MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # bounds of the default per worker
+MIN_PINNED_BYTES, MAX_PINNED_BYTES = 1 << 32, 1 << 35  # bounds of a worker's default
 SLABS_AHEAD = 4  # slabs made ahead of need
 MAX_FREE_BYTES = 1 << 28  # unused bytes kept by `ReusedMemory`
 _HUGE_BYTES, _PAGE_BYTES = 1 << 21, 4096
 _TOUCH_BYTES = 1 << 23  # bytes that one thread touches at once
-_MIN_SHARE_BYTES, _MAX_SHARES = 1 << 20, 64  # minimum bytes per thread, and the number of shares
+_MIN_SHARE_BYTES, _MAX_SHARES = 1 << 20, 64  # minimum bytes of a thread's share, maximum number of shares
 _MIN_THREADED_BYTES = 1 << 17  # smaller copies are not threaded
 
 _copiers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-copy")
-_unmapped_paths: set[str] = set()  # files not yet mapped by their receivers
+_unmapped_paths: set[str] = set()  # shared files that their receivers have not mapped yet
 
 
 class HostBlock:
     """Host memory of captured rows.
 
-    data: flat bytes, or None until the copy from the device is queued
-    copied: the event after that copy; None if the rows were never on a device
+    data: flat bytes; None until the copy from the device is queued
+    copied: the event recorded after that copy; None if the rows were never on a device
     """
 
     __slots__ = ("__weakref__", "copied", "data")
@@ -149,12 +149,12 @@ class HostBlock:
 
     @property
     def has_arrived(self) -> bool:
-        """True if the bytes have arrived; does not block."""
+        """True if the bytes have arrived. Does not block."""
         return self.data is not None and (self.copied is None or self.copied.query())
 
 
 def default_pinned_bytes(workers: int) -> int:
-    """Return the bytes that each worker may pin: a quarter of the free memory in total, 4 to 32 GiB per worker."""
+    """Return the bytes that each worker may pin: its share of a quarter of the free memory, within 4 to 32 GiB."""
     return max(MIN_PINNED_BYTES, min(MAX_PINNED_BYTES, available_bytes() // (4 * workers)))
 
 
@@ -209,7 +209,7 @@ class PinnedSlabs:
     ) -> None:
         self._limit_bytes, self._register, self._unregister = limit_bytes, register, unregister
         self.is_open = False  # True if new slabs must be mappable by other processes
-        self._free: dict[int, list[Slab]] = collections.defaultdict(list)  # by size
+        self._free: dict[int, list[Slab]] = collections.defaultdict(list)  # slabs by size
         self._coming: collections.deque[Future[Slab]] = collections.deque()
         self._makers = ThreadPoolExecutor(3, thread_name_prefix="patchclamp-pin")
         self._touchers = ThreadPoolExecutor(8, thread_name_prefix="patchclamp-touch")
@@ -221,7 +221,7 @@ class PinnedSlabs:
             self._order()
 
     def take(self, size: int) -> Slab:
-        """Take a slab of at least `size` bytes; waits for a new one if none is free."""
+        """Take a slab of at least `size` bytes. Waits for a new slab if none is free."""
         rounded = -(-size // SLAB_BYTES) * SLAB_BYTES
         free = self._free[rounded]
         if not free and rounded == SLAB_BYTES:
@@ -278,13 +278,13 @@ def _touch(memory: np.ndarray) -> None:
 
 
 class ReusedMemory:
-    """Memory for rows returned to callers, reused after the last reference is dropped."""
+    """Memory for rows returned to callers, reused once its last reference is dropped."""
 
     def __init__(self) -> None:
         self._free: collections.deque[mmap.mmap] = collections.deque()
 
     def take(self, size: int) -> np.ndarray:
-        """Allocate `size` bytes; small requests get ordinary memory."""
+        """Allocate `size` bytes. Small requests get ordinary memory, which is not reused."""
         if size < _HUGE_BYTES // 2:
             return np.empty(size, np.uint8)
         for memory in list(self._free):
@@ -312,9 +312,9 @@ reused = ReusedMemory()
 
 
 def make_shared(size: int) -> tuple[str, np.ndarray] | None:
-    """Create a shared file of `size` bytes; returns its path and memory, or None without space.
+    """Create a shared file of `size` bytes. Returns its path and memory, or None if there is no space.
 
-    All space is reserved at once: a full device fails at creation rather than crashing a later write.
+    All space is reserved now, because a later write to a full device would crash the process.
     """
     for folder in ("/dev/shm", tempfile.gettempdir()):
         try:
@@ -364,8 +364,8 @@ def _delete_all() -> None:
 
 
 def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copy byte arrays, given as pairs (to, from) of equal shape, [n] or [S, n]; large copies use several threads.
-    A small copy takes less time than acquiring the GIL in a thread."""
+    """Copy byte arrays, given as (to, from) pairs of equal shape, [n] or [S, n]. Only large copies use several threads:
+    a small one takes less time than acquiring the GIL in a thread."""
     large = [pair for pair in copies if pair[0].size >= _MIN_THREADED_BYTES]
     size = sum(new.size for new, _ in large)
     if size < 4 * _MIN_SHARE_BYTES:
@@ -385,7 +385,7 @@ def copy_bytes(copies: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
 
 def floats(rows: torch.Tensor) -> np.ndarray:
-    """Convert rows to fp32 on several threads, since page faults take longer than the conversion."""
+    """Convert rows to fp32 on several threads, because page faults take longer than the conversion."""
     if rows.dtype == torch.float32:
         return rows.numpy()
     new = torch.from_numpy(reused.take(4 * rows.numel())).view(torch.float32).view(rows.shape)

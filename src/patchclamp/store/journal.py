@@ -20,7 +20,7 @@ import msgspec
 from patchclamp.errors import CapacityError, NameTaken, PatchclampError, ProgramError
 
 APPLICATION, FORMAT = 0x70636A6C, 2  # "pcjl"; format 1 was not an SQLite file
-SYNCHRONOUS = "FULL"  # commits survive a power loss; "NORMAL" would lose the last ones
+SYNCHRONOUS = "FULL"  # commits survive a power loss; "NORMAL" could lose the most recent ones
 BUSY_S = 0.2  # timeout if two processes open a file at the same moment
 UNWRITABLE = {  # includes file systems without locks
     sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOLFS, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL,
@@ -64,8 +64,8 @@ class Journal:
         return self
 
     def take(self, kind: type[Record], count: int | None = None) -> list[Record]:
-        """Read the next at most `count` records (None: all) that existed at `open`. Raises `ProgramError` for records
-        of a different kind."""
+        """Return at most `count` unread records of those that existed at `open`; None: all of them. Raises
+        `ProgramError` for records of a different kind."""
         try:
             return [msgspec.msgpack.decode(body, type=kind) for body in itertools.islice(self._known, count)]
         except msgspec.MsgspecError as error:
@@ -106,12 +106,12 @@ class Journal:
         if self._database is None:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            # several threads open, write and close it, one at a time
+            # several threads use the connection, one at a time
             self._database = sqlite3.connect(
                 self._path or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
         database = self._database
-        database.execute("PRAGMA locking_mode=EXCLUSIVE")  # until it is closed; the log then needs no shared memory
+        database.execute("PRAGMA locking_mode=EXCLUSIVE")  # until closed, so the log needs no shared memory
         database.execute(f"PRAGMA synchronous={SYNCHRONOUS}")
         with database:
             database.execute("BEGIN EXCLUSIVE")
@@ -160,7 +160,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translate SQLite and OS errors to the package's errors."""
+        """Convert SQLite and OS errors to this package's errors."""
         try:
             yield
         except OSError as error:

@@ -1,6 +1,6 @@
 """The bank (`lm.bank`): vectors, means, whole programs and runs that ops use by name.
 
-A name is resolved when a request is made; the worker and the prefix cache's keys receive the content.
+Names are resolved when a request is made. Workers and the prefix cache's keys receive the content, not the name.
 
 File format: safetensors. A vector is a tensor of the same name. Means are one tensor [n, D]. Metadata field `means`
 has the site of each row (JSON: name to a list of site refs), field `programs` the programs (JSON: name to
@@ -32,14 +32,14 @@ from patchclamp.store.tensors import ARRAYS, DTYPES, header_size, parse_header, 
 
 
 class Means(msgspec.Struct, frozen=True):
-    """One row per site ref, keyed by its text. `Named` writes the row of its own site ref."""
+    """Means with one row per site ref, keyed by the ref's text. A `Named` op writes the row of the site it edits."""
 
     rows: dict[str, Vector]
 
     def __post_init__(self) -> None:
         rows = list(self.rows.values())
         if not rows or not all(isinstance(row, Vector) and row.shape == (rows[0].shape[-1],) for row in rows):
-            raise ShapeError("expected a vector [D] for each of one or more sites, all of one width")
+            raise ShapeError("expected one or more sites, and for each a vector [D] of the same width")
         if not all(isinstance(ref, str) for ref in self.rows):
             raise ProgramError("expected the sites of means as strings")
 
@@ -48,7 +48,7 @@ class Means(msgspec.Struct, frozen=True):
 
 
 class SourceRun(Protocol):
-    """A run that `From` reads. Its captures exist as long as this object."""
+    """A run that `From` reads. Its captures exist for as long as this object."""
 
     key: str
 
@@ -57,12 +57,12 @@ class SourceRun(Protocol):
         ...
 
     def select(self, tokens: Tokens | str) -> np.ndarray:
-        """Return a selection's positions, in its order."""
+        """Return the positions of a selection, in the selection's order."""
         ...
 
 
 class CapturedRun(SourceRun, Protocol):
-    """The interface of a `Run` for means."""
+    """The part of a `Run` that means use."""
 
     def __getitem__(self, site: str) -> Any:  # a torch tensor; a NumPy array from the fake engine
         ...
@@ -111,7 +111,7 @@ class NamedBank(MutableMapping[str, Entry]):
         return len(self._entries)
 
     def expanded(self, op: Op, path: str, users: tuple[str, ...] = ()) -> Iterator[tuple[str, Op]]:
-        """Yield an op with its path; for a `Use`, the scaled edits of its program. Raises for an invalid name."""
+        """Yield (path, op) for an op, or for each scaled edit of a `Use`'s program. Raises for an invalid name."""
         if not isinstance(op, Use):
             yield path, op
             return
@@ -267,13 +267,13 @@ class NamedBank(MutableMapping[str, Entry]):
 
 
 def _as_json(entry: Entry | str) -> str:
-    """Return an entry's content as JSON; a run's key."""
+    """Return an entry's content as JSON, or the key of a run."""
     plain = entry.key if is_run(entry) else to_dict(entry) if isinstance(entry, Program) else entry
     return msgspec.json.encode(plain, order="deterministic").decode()
 
 
 def _refusal(response: Any) -> str:
-    """Return an HTTP error's message."""
+    """Return the error message in an HTTP response."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -324,17 +324,17 @@ def is_run(entry: object) -> TypeGuard[SourceRun]:
 
 
 def _is_edits(entry: object) -> bool:
-    """True if it is an op, or a list of ops."""
+    """True if a value is an op, or a list of ops."""
     return isinstance(entry, Op) or (
         isinstance(entry, (list, tuple)) and bool(entry) and all(isinstance(op, Op) for op in entry)
     )
 
 
 def _selected(run: CapturedRun, ref: str, tokens: Tokens | str | None) -> np.ndarray:
-    """Return a run's captured rows at a site ref, fp64 [n, W], at all positions or only at `tokens`."""
+    """Return a run's captured rows at a site ref, fp64 [n, W], at `tokens`, or at all positions (None)."""
     rows = run[ref]
     if rows.shape[1:] and run.is_projected(ref):
-        raise ProgramError(f"{ref} was captured projected; expected whole rows: capture it without project=")
+        raise ProgramError(f"expected whole rows of {ref}, got projected ones: capture it without project=")
     rows = rows.reshape((len(rows), int(np.prod(rows.shape[1:]))))
     rows = np.asarray(rows.float() if hasattr(rows, "float") else rows, np.float64)
     return rows if tokens is None else rows[np.isin(run.positions(ref), run.select(tokens))]
@@ -388,7 +388,7 @@ def from_bytes(data: bytes) -> Vector | Means:
             raise ShapeError(f"expected a vector of {', '.join(FLOATS)}, got {entry.dtype}"[:400])
         means = msgspec.json.decode(header.metadata.get("means", "{}"), type=dict[str, list[str]])
         if means.keys() - {name} or "programs" in header.metadata:
-            raise ProgramError("expected metadata of one vector or means, got that of other entries too")
+            raise ProgramError("expected metadata of one vector or means, got metadata of other entries too")
         [(_, checked)] = deserialize(data)  # checks that shape and bytes agree
     except (SafetensorError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProgramError(f"expected a safetensors file: {error}"[:400]) from None

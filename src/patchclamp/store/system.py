@@ -9,14 +9,14 @@ import secrets
 from pathlib import Path
 
 V1 = "/sys/fs/cgroup/memory"
-CGROUPS = (  # the folder, the files of limit and usage, and the entries of `memory.stat` for cached files
+CGROUPS = (  # folder, files with limit and usage, and the entries of `memory.stat` for cached files
     ("/sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file")),
     (V1, "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 
 
 def available_bytes() -> int:
-    """Return the bytes that this process can still allocate, within the container's limit; file cache counts."""
+    """Return the bytes that this process can still allocate within the container's limit, including file cache."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -38,8 +38,8 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably, by renaming a temporary file. Processes may concurrently write the same
-    content; killed processes' temporary files are removed. Raises `OSError`."""
+    """Write a file atomically and durably, by renaming a temporary file. Several processes may write the same
+    content at once. Temporary files of killed processes are removed. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     with open(scratch, "xb") as file:
@@ -48,7 +48,7 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     try:
         os.replace(scratch, path)
-    except FileNotFoundError:  # another process wrote the file, and removed this temporary file
+    except FileNotFoundError:  # another process wrote the file and removed this temporary file
         if not path.exists():
             raise
     for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.new"):

@@ -4,7 +4,7 @@ A safetensors file has three parts: the header's length, 8 bytes, little-endian;
 spaces; and the tensors' bytes. The safetensors package handles whole files. This module handles files that are written
 or read in pieces, and bfloat16, which NumPy lacks: an array holds its 16 bits as uint16.
 
-Torch is imported only when needed, since planners import this module.
+Torch is imported only when needed, because planners import this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {code: name for name, code in CODES.items()}
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor's entry in a header. data_offsets: begin and end of its bytes, counted from the header's end."""
+    """A tensor's entry in a header. data_offsets: begin and end of its bytes, from the header's end."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A parsed header. size: its length in bytes, including the 8 bytes before it."""
+    """A parsed header. size: its length in bytes, including the 8 bytes for the length."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -92,8 +92,8 @@ def read_header(path: Path) -> Header:
 
 
 def with_sorted_header(data: bytes) -> bytes:
-    """Return the same file with its header sorted, so that equal content has equal bytes. The safetensors package's
-    metadata order varies between processes."""
+    """Return the same file with a sorted header, so that equal content has equal bytes. The safetensors package orders
+    metadata differently in each process."""
     end = header_size(data)
     header = msgspec.json.encode(msgspec.json.decode(data[8:end]), order="sorted").ljust(end - 8)
     assert len(header) == end - 8
@@ -134,7 +134,7 @@ def to_float32(rows: np.ndarray, dtype: str, out: np.ndarray | None = None) -> n
 
 
 def merged(parts: list[tuple[np.ndarray, torch.Tensor | np.ndarray]]) -> tuple[np.ndarray, torch.Tensor]:
-    """Merge the positions and rows of several ops; for equal positions, the later op wins."""
+    """Merge the positions and rows of several ops. For equal positions, the later op wins."""
     import torch
 
     last: dict[int, tuple[int, int]] = {}
@@ -154,7 +154,7 @@ def cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
-    """Return the index of the first infinite float16 row on the host; None for finite rows and other dtypes."""
+    """Return the index of the first row with an infinity, in float16 rows on the host; None for other rows."""
     if str(rows.dtype).removeprefix("torch.") != "float16":
         return None
     bits = np.ascontiguousarray(rows).view(np.uint16)
@@ -166,7 +166,7 @@ def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
 
 
 SELF_CHECK = -1  # the ordinal of rows that a worker keeps to check a run's labels
-PROBE = 1 << 20  # added to a probe's ordinal, to keep its products apart from the site's rows
+PROBE = 1 << 20  # added to a probe's ordinal, to separate its products from the site's rows
 CAPTURED = np.dtype(
     [
         ("run", "<i8"),        # the run's number
@@ -178,7 +178,7 @@ CAPTURED = np.dtype(
         ("row_bytes", "<i4"),
         ("dtype", "<i4"),      # index into `language.values.DTYPES`
         ("pool", "<i4"),       # the row's reduction, as in `Keep.pool`; 0: none
-        ("pooled", "<i4"),     # the number of rows pooled into it
+        ("pooled", "<i4"),     # the number of rows pooled into this one
         ("span", "<i4"),       # the number of positions from the first of these rows to the last
     ]
 )  # fmt: skip
@@ -201,7 +201,7 @@ class CapturedEntry(NamedTuple):
 
 
 class CaptureSource(Protocol):
-    """Source of a chunk's table, which is built lazily: for a wide batch, building it takes too long within a step."""
+    """Source of a chunk's table. It is built lazily, because for a wide batch that takes too long within a step."""
 
     def bytes_of_runs(self) -> dict[int, int]:
         """Return each run's bytes in a step, by run number."""

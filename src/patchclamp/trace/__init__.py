@@ -1,8 +1,8 @@
 """The tracing interface: interventions written as reads and writes of the model's tensors.
 
 `lm.trace(prompt)` returns proxies of those tensors (`proxies`), which record each operation as an op of the language
-(`recording`). At the end of the `with` block the programs are scheduled, run by `lm.run`, and the saved tensors filled
-in (`trace`). The caller's source is never parsed or rewritten.
+(`recording`). At the end of the `with` block `trace` schedules the programs, runs them with `lm.run`, and fills in the
+saved tensors. The caller's source is never parsed or rewritten.
 
 `pc.LM` is `TracedLM`: a proved `LM` (`proving.ProvedLM`) with traces.
 """
@@ -48,7 +48,7 @@ class TracedLM(ProvedLM):
         stream: run when the trace is iterated, after the block: `for part in t`
         Other arguments are as in `run`; an unknown name raises `UnknownName` and suggests a replacement.
 
-        A line that no program can express raises at that line. A failed run raises at the end, naming its line.
+        A line that no program can express raises at once. A failed run raises at the end of the block, with its line.
         """
         from patchclamp.trace.trace import Trace
 
@@ -62,8 +62,8 @@ class TracedLM(ProvedLM):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def edit(self, name: str) -> Edit:
-        """Record a named program: `with lm.edit("calm") as e:` stores its writes, which act at every token, as
-        `lm.bank["calm"]`. `pc.Use("calm")` applies it in a run or a trace."""
+        """Record a named program: `with lm.edit("calm") as e:` stores the block's writes, which act at every token, as
+        `lm.bank["calm"]`. `pc.Use("calm")` applies the program in a run or a trace."""
         from patchclamp.trace.trace import Edit
 
         return Edit(self, name)

@@ -1,4 +1,4 @@
-"""Hints for nnsight, nnterp and Transformers names that a trace lacks, each with a replacement."""
+"""Hints for names of nnsight, nnterp and Transformers that a trace lacks, each with a replacement."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ OF_TRACE = (*OF_INVOKE, "max_tokens", "edits", "logprobs", "lora", "stream")
 
 
 def hint(name: str, hints: dict[str, str]) -> ProgramError | None:
-    """Return the error for a name that has a hint, else None."""
+    """Return the error for a name with a hint, or None for other names."""
     return UnknownName(f"{name!r} is not available in a trace: {hints[name]}") if name in hints else None
 
 
 def check_options(others: Iterable[str], call: str, known: Iterable[str], hints: Iterable[str] = OPTIONS) -> None:
-    """Raise `UnknownName` for unknown arguments of a call. `hints`: the names in `OPTIONS` that apply to it."""
+    """Raise `UnknownName` for unknown arguments of a call. `hints`: the names in `OPTIONS` that apply to the call."""
     known, hints = list(known), set(hints)
     for name in others:
         instead = f": {OPTIONS[name]}" if name in hints else f"{near(name, known)}; available: {', '.join(known)}"
@@ -95,7 +95,7 @@ def check_options(others: Iterable[str], call: str, known: Iterable[str], hints:
 
 
 def checked_names(function: Callable[P, R], call: str) -> Callable[P, R]:
-    """Wrap a function to refuse unknown arguments and suggest replacements, as `lm.trace` does."""
+    """Wrap a function to reject unknown arguments and suggest replacements, as `lm.trace` does."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)

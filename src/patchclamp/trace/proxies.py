@@ -40,7 +40,7 @@ KNOWN = ("save", "shape", *READS)
 
 
 class Arithmetic:
-    """Base of the values of a trace: `+` and `-`, `*` and `/` by numbers, and clear errors for everything else."""
+    """Base of traced values: supports `+` and `-`, `*` and `/` by numbers, and raises clear errors for the rest."""
 
     def expression(self) -> Expression:
         raise NotImplementedError
@@ -62,7 +62,7 @@ class Arithmetic:
         return self.clone()
 
     def check_to_come(self) -> None:
-        """Raise if the value will never be available, or only after a further step by the caller."""
+        """Raise if the value will never be available, or if the caller must do something first."""
 
     def __add__(self, other: Any) -> Expression:
         return self.expression().plus(as_expression(other, "+"), 1.0)
@@ -132,13 +132,13 @@ class Arithmetic:
 
 
 def function_name(func: Any) -> str:
-    """Return the name of a torch function, `add` for `__add__`; the in-place versions are `add_` and `iadd`."""
+    """Return the name of a torch function: `add` for `__add__`, and `add_` or `iadd` for the in-place versions."""
     return getattr(func, "__name__", str(func)).removeprefix("__").removesuffix("__")
 
 
 def _binary(name: str) -> Callable[[Any, Any], Any]:
-    """Return a binary operator with a traced value on either side. It calls the traced value's method: the operator of
-    a tensor or an array on the left would recurse into torch or NumPy."""
+    """Return a binary operator for a traced value on either side. It calls the traced value's method, because the
+    operator of a tensor or an array on the left would recurse into torch or NumPy."""
 
     def compute(a: Any, b: Any) -> Any:
         return getattr(a, f"__{name}__")(b) if isinstance(a, Arithmetic) else getattr(b, f"__r{name}__")(a)
@@ -207,7 +207,7 @@ class NonTensor:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of a protocol of Python's, such as copying
+        if name.startswith("__"):  # a Python protocol, such as copying
             raise AttributeError(name)
         return self._attribute(name)
 
@@ -245,7 +245,7 @@ class Expression(Arithmetic):
 
     @property
     def one_read(self) -> Entry | None:
-        """The read, if the expression is a single unscaled read with nothing added."""
+        """The read, if the expression is one read, unscaled and with nothing added; else None."""
         factors = [self.constant, *self.terms.values()]
         return next(iter(self.terms)) if not any(map(np.ndim, factors)) and factors == [0.0, 1.0] else None
 
@@ -286,7 +286,7 @@ def _combined(operation: Any, a: Number, b: Number) -> Number:
 
 
 def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
-    """Raise for an attribute that tensors may have and traced values lack."""
+    """Raise for an attribute that traced values lack, even if tensors have it."""
     if name.startswith("__"):
         raise AttributeError(name)
     in_place = {"add_": "+= value", "sub_": "-= value", "mul_": "*= factor", "zero_": "[...] = 0",
@@ -331,10 +331,10 @@ TO_COME = From("a read of this trace")  # placeholder for a read whose run is no
 
 
 class InPlace(Arithmetic):
-    """Base of the values that can be written: `+=`, `-=`, `*=` and `/=` call `change`, as does `=` to brackets."""
+    """Base of writable values: `+=`, `-=`, `*=` and `/=` call `change`, and so does an assignment to brackets."""
 
     def change(self, sign: str, value: Any) -> Any:
-        """Perform `self <sign> value`, and return what the statement assigns."""
+        """Perform `self <sign> value`, and return the object that the statement assigns."""
         raise NotImplementedError
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -378,8 +378,8 @@ class Activation(InPlace):
 
     def clone(self) -> Draft:
         """Copy the value at this point: later writes to this tensor do not change it. The copy can be changed in place
-        and written back. It belongs to the same run, so a write at an earlier layer changes it, even from a later
-        line."""
+        and written back. It belongs to the same run, so writes at earlier layers change it, even those on later
+        lines."""
         return Draft(self, self._recording.read(self._spot), [], self._spot)
 
     def detach(self) -> Activation:
@@ -387,7 +387,7 @@ class Activation(InPlace):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape. Raises `ProgramError` while the number of tokens is not known."""
+        """The shape. Raises `ProgramError` while the number of tokens is unknown."""
         recording, spot = self._recording, self._spot
         entry = recording.read(spot)
         recording.check_prompt()
@@ -474,7 +474,7 @@ class Activation(InPlace):
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
 
     def write(self, expression: Expression, own: Number | None = None) -> None:
-        """Record ops that set the rows to their own value times `own` (None: without it) plus an expression."""
+        """Record ops that set rows h to own · h + expression; `own` = None: to the expression alone."""
         with all_or_nothing(self._recording):
             self._write(expression, own)
 
@@ -491,7 +491,7 @@ class Activation(InPlace):
         has_constant = bool(np.ndim(constant) or constant)
         if own is not None:
             if np.ndim(own) or own != 1.0 or not (others or has_constant):
-                self._scale(own)  # recording a write without effect still checks it
+                self._scale(own)  # a write without effect is recorded, so that it is checked
         elif others:
             first = next(iter(others))
             self._record(Replace, source=first)
@@ -508,13 +508,13 @@ class Activation(InPlace):
             self._record(Add, self._vector(constant))
 
     def is_unwritten_since(self, read: Entry) -> bool:
-        """True if a read is of this tensor, and nothing was written to it since."""
+        """True if a read has the same tensor and tokens, which were not written since."""
         here = self._recording, self._spot.site, self._spot.tokens
         same = here == (read.recording, read.spot.site, read.spot.tokens)
         return same and not self._recording.is_written_since(read)
 
     def _scale(self, factor: Number) -> None:
-        """Multiply rows by a number, or by a number per column: (1 − a) · h + a · 0 with a = 1 − factor."""
+        """Multiply rows by a number, or by one number per column, as (1 − a) · h + a · 0 with a = 1 − factor."""
         if np.ndim(factor) == 0:
             self._record(Scale, float(factor))
             return
@@ -528,7 +528,7 @@ class Activation(InPlace):
         self._record(Replace, np.zeros_like(mask), mask=mask)
 
     def _vector(self, number: Number) -> Vector:
-        """Convert a number, or an array of this tensor's shape, to an op's rows."""
+        """Convert a number, or an array of this tensor's shape, to rows for an op."""
         recording, spot = self._recording, self._spot
         width, parts = recording.width(spot), recording.lm.sites.parts(spot.site.name)
         array = np.asarray(number, np.float32)
@@ -585,7 +585,7 @@ class Draft(InPlace):
 
     @property
     def is_changed(self) -> bool:
-        """True for a copy that was changed in place: it has no expression, and is written with `write_into`."""
+        """True if the copy was changed in place. It then has no expression, and is written with `write_into`."""
         return bool(self._changes) and self._is_whole
 
     def expression(self) -> Expression:
@@ -619,7 +619,7 @@ class Draft(InPlace):
             raise type(error)(f"{error.message}; index a clone in a single pair of brackets") from None
 
     def change(self, sign: str, value: Any) -> Draft:
-        """Record a change, and check it so that errors raise at its line."""
+        """Record a change, and check it now, so that an error is raised at the caller's line."""
         if sign == "=" and isinstance(value, Draft) and (value._changes is self._changes and value._spot == self._spot):
             return self  # `draft[-1] += v` assigns its own result
         value = value.expression() if isinstance(value, Arithmetic) else as_number(value, sign)
@@ -658,7 +658,7 @@ class Draft(InPlace):
         return tokens if inside else own.tokens & tokens
 
     def _numbered(self, rows: Tokens) -> Tokens:
-        """Return the tokens at row indices of the copy. `rows` indexes them as if they were a prompt."""
+        """Return the tokens at some rows of the copy. `rows` selects among its rows as if they were a prompt."""
         own, positions = self._of._spot, self._of._recording.known_positions(self._of._spot)
         assert isinstance(rows, Positions)
         try:
@@ -670,7 +670,7 @@ class Draft(InPlace):
         return numbered(chosen, isinstance(rows.index, int))
 
     def write_into(self, target: Activation) -> None:
-        """Write a changed copy: the changed parts, and the rest as it was when cloned."""
+        """Write a changed copy into the target: its changed parts, and its other rows as they were when cloned."""
         with all_or_nothing(target._recording):
             if not target.is_unwritten_since(self._read):
                 target.write(Expression({self._read: 1.0}))
@@ -678,7 +678,7 @@ class Draft(InPlace):
                 Activation(target._recording, self._onto(target, part)).change(sign, value)
 
     def _onto(self, target: Activation, part: Spot) -> Spot:
-        """Return the spot of the target that a part of the copy is written to."""
+        """Return the spot in the target to which a part of the copy is written."""
         own, spot = self._of._spot, target._spot
         site, single, tokens = spot.site, part.single, part.tokens
         if part.site.index != own.site.index:
@@ -692,7 +692,7 @@ class Draft(InPlace):
         return msgspec.structs.replace(part, site=site, tokens=tokens, single=single, whole=False)
 
     def _rows_of(self, target: Activation, part: Spot) -> Tokens:
-        """Return the target's tokens at a part's row indices in the copy."""
+        """Return the target's tokens at the rows that a part has in the copy."""
         recording: Recording = self._of._recording
         mine, theirs = recording.known_positions(self._of._spot), target._recording.known_positions(target._spot)
         if len(mine) == 1:
@@ -722,7 +722,7 @@ def numbered(positions: np.ndarray, single: bool) -> Tokens:
     return every[numbers]
 
 
-MODULES: dict[str, dict[str, str]] = {  # the sites of a layer's inputs, outputs and intermediates
+MODULES: dict[str, dict[str, str]] = {  # the sites of each module's inputs, outputs and intermediates
     "": {"input": "resid_pre", "mid": "resid_mid", "output": "resid_post"},
     "attn": {"input": "attn_in", "q": "q", "k": "k", "v": "v", "z": "z", "output": "attn_out"},
     "mlp": {"input": "mlp_in", "router": "router", "neurons": "neurons", "output": "mlp_out"},
@@ -784,7 +784,7 @@ class Steps(TokenGroup):
         return TokenGroup(self._recording, self._tokens[key], True, single)
 
     def __len__(self) -> int:
-        """Return the number of tokens if the run generates `max_tokens`."""
+        """Return the number of tokens, assuming that the run generates `max_tokens`."""
         self._recording.check_prompt()
         return len(self._tokens.select(self._recording.length, self._recording.limit))
 
@@ -818,7 +818,7 @@ class ByLayer(NonTensor):
 
 
 class LayerList(ByLayer):
-    """The layers of the model. A range selects several, which are written together."""
+    """The layers of the model. A range selects several layers, which are written together."""
 
     def __init__(self, group: TokenGroup) -> None:
         self._group = group
@@ -913,7 +913,7 @@ class SiteByLayer(ByLayer):
 
 
 class Pending(Arithmetic, torch.Tensor):
-    """A saved value before the trace has run. Within the trace it can be written and computed with like any value."""
+    """A saved value before the trace has run. Within the trace it can be written or used like any other value."""
 
     saved: Saved
 
@@ -950,7 +950,7 @@ class Pending(Arithmetic, torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        """Refuse calls that bypass `__torch_function__`: copies such as `torch.tensor(value)`."""
+        """Reject calls that bypass `__torch_function__`, such as the copy `torch.tensor(value)`."""
         for arg in args:
             if isinstance(arg, Pending):
                 arg.saved.raise_failure()
@@ -965,7 +965,7 @@ class Pending(Arithmetic, torch.Tensor):
 
 
 class Saved:
-    """One `.save()`: the expression, the line, and the tensor that the caller holds."""
+    """One `.save()`: its expression, its line, and the tensor that the caller received."""
 
     expression: Expression
     line: Line
@@ -981,14 +981,14 @@ class Saved:
         return [read.recording for read in self.expression.terms]
 
     def raise_failure(self) -> None:
-        """Raise if the value failed, will never be available, or needs a further step of the caller."""
+        """Raise if the value failed, will never be available, or if the caller must do something first."""
         if self.failure is not None:
             raise self.failure
         for recording in self.recordings:
             check_to_come(recording, self.name)
 
     def fill(self, value: torch.Tensor) -> None:
-        """Turn the caller's tensor into a plain one with a copy of `value`."""
+        """Turn the caller's tensor into a plain tensor with a copy of `value`."""
         tensor: Any = self.tensor
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             try:
@@ -1007,7 +1007,7 @@ NOT_READ = {  # why a saved value is not available, by the state of its recordin
 
 
 def check_to_come(recording: Recording, name: str) -> None:
-    """Raise if a recording's saved values will never be available, or only after a further step by the caller."""
+    """Raise if a recording's saved values will never be available, or if the caller must do something first."""
     if recording.state == "left":
         raise MissingSource(f"{name} was not read: an error ended the trace before it ran")
     if recording.state in NOT_READ:
@@ -1040,7 +1040,7 @@ def value_of(expression: Expression, rows: Mapping[Entry, torch.Tensor]) -> torc
 
 
 def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
-    """Return a read's rows, captured at `path` in its run's program, in the shape of the read's spot."""
+    """Return the rows that a run captured for a read (at `path` in its program), in the shape of the read's spot."""
     captured = torch.as_tensor(run.read(path, copy=False))
     index = {position: row for row, position in enumerate(run.positions(path))}
     try:
@@ -1086,7 +1086,7 @@ class Cache(Mapping[str, torch.Tensor]):
         return [self.recording]
 
     def fill(self, run: Run | None) -> None:
-        """Store a run's captures of the sites, without the positions that only other captures added."""
+        """Store a run's captures of the sites. Positions that only other captures added are left out."""
         assert run is not None
         wanted, rows = run.select(self.tokens), {}
         for name, captured in self.recording.lm.fetch([run], self.sites, copy=False)[0].items():

@@ -1,4 +1,4 @@
-"""Recordings: the reads and writes of one prompt as ops, in the order of the caller's lines, and the runs needed.
+"""Recordings: one prompt's reads and writes as ops, in the order of the caller's lines, and the runs they require.
 
 A `Spot` is a model tensor at selected tokens, as a proxy names it. It has the module's shape without the batch axis,
 [T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W], when indexed
@@ -8,10 +8,10 @@ An `Entry` is a read or write of a spot. It keeps its line, so that an error at 
 
 A write of another run's rows must wait until that run has captured them. So every write has a level: 0 if it writes
 numbers or rows of an earlier layer of its own run, else one more than its source's level. A read's level is the highest
-level of any write that can change it: the writes in its prompt at an earlier depth, or earlier at the same place, or
-all if it reads generated tokens. A run with only these writes gives the read the same value as the last run. Runs with
-equal level and `max_tokens` form a batch (`Schedule`). If a level depends on itself, no order exists and the trace is
-refused.
+level of the writes in its prompt that can change it: those at an earlier depth, or on an earlier line at the same
+point, or all writes if it reads generated tokens. A run with only these writes gives the read the same value as the
+last run. Runs with equal level and `max_tokens` form a batch (`Schedule`). If a level depends on itself, there is no
+order and the trace is rejected.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Spot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, tokens=group[key], whole=False, single=True, numbered=True)
 
     def _numbers(self, key: Any) -> Any:
-        """Read a position, or a list of positions, from a list, a tensor or an array."""
+        """Convert a list, tensor or array in brackets to a position or a list of positions."""
         key = key.tolist() if hasattr(key, "tolist") else list(key)
         if isinstance(key, list) and any(isinstance(one, (list, tuple)) for one in key):
             raise ProgramError(f"{self}: expected one list of token positions, got an index with several axes")
@@ -160,7 +160,7 @@ class Spot(msgspec.Struct, frozen=True):
         return key
 
     def _sampled(self, key: Any) -> Spot:
-        """Select from a prompt's logits, which have one row: the last token's."""
+        """Select from the logits of a prompt. They have a single row, for the last token."""
         if key not in (0, -1):
             raise ProgramError(
                 f"logits[{written(key)}]: logits exist only at sampled positions, in the prompt at its last "
@@ -173,7 +173,7 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 def _is_part(keys: list[Any]) -> bool:
-    """True if brackets on a site with parts choose among them: alone, or after the tokens."""
+    """True if brackets on a site with heads, neurons or experts select among them: alone, or after the tokens."""
     return len(keys) > 1 or (len(keys) == 1 and not isinstance(keys[0], (Selection, str)))
 
 
@@ -187,14 +187,14 @@ def written(key: Any) -> str:
 
 
 def positive(site: Site, layers: int) -> Site:
-    """Return the site with a negative layer counted from the front instead."""
+    """Return the site with a negative layer replaced by its index from the front."""
     if isinstance(site.layers, int) and -layers <= site.layers < 0:
         return Site(site.name, site.layers + layers, site.index)
     return site
 
 
 def numbers(value: Any) -> float | np.ndarray | None:
-    """Convert to a number, or to an fp32 copy [..., W] of an array that the caller may change later; None for other
+    """Convert to a number, or an array to an fp32 copy [..., W], because the caller may change it later. None for other
     values. Raises `ProgramError` for values that `as_array` and `as_number` refuse."""
     if isinstance(value, Vector):
         return np.array(value.array())
@@ -232,13 +232,13 @@ def callers_line() -> Line:
 
 
 def at_line(error: PatchclampError, line: Line) -> PatchclampError:
-    """Return the same error with the line that caused it in its message."""
+    """Return the same error with the caller's line in its message."""
     told = type(error)(f"{error.message}\n  {line}", error.path)
     told.__cause__ = error.__cause__
     return told
 
 
-MAX_STORED = 4096  # rows that a write can take within one run; more need two runs
+MAX_STORED = 4096  # rows that a write can take from its own run; more rows need a second run
 
 CLOSED = {  # why nothing can be read or written, by the state of a recording
     "new": "a trace is a `with` block: `with lm.trace(prompt) as t:`, with reads and writes inside it",
@@ -247,16 +247,16 @@ CLOSED = {  # why nothing can be read or written, by the state of a recording
 }
 CLOSED |= dict.fromkeys(("waiting", "streaming"), CLOSED["ended"])
 
-Depth = tuple[int, int]  # a layer, and a site word's index in a layer's order of computation
+Depth = tuple[int, int]  # layer, and index of the site name in order of computation
 
 
 class Entry:
-    """One op of a recording, its index in it, and the line that recorded it.
+    """One op of a recording, with its index and the line that recorded it.
 
-    op: the op of the program; if it writes the rows of a read, its value is filled in once the read's run is known
+    op: the op of the program; if it writes the rows of a read, the value is filled in once the read's run is known
     spot: the tensor and tokens it acts on
     source: the read whose rows it writes, or None
-    within: True if one run can do both the source read and this write, by storing the rows as they are read
+    within: True if a single run can do the source read and this write, by storing the rows as it reads them
     """
 
     recording: Recording
@@ -282,7 +282,7 @@ class Entry:
         return [depth(self.recording.lm, point) for point in self.points]
 
     def want(self, recording: Recording, captured: bool = True) -> None:
-        """Request a read's rows for a recording of the same trace; `captured`: the rows must outlive the read's run."""
+        """Request a read's rows for a recording of the same trace. `captured`: the rows must be kept after the run."""
         self.recording.check_open()
         self.recording.check_prompt()
         if self.recording.trace is not recording.trace:
@@ -290,7 +290,7 @@ class Entry:
         self.wanted |= captured
 
     def before(self) -> list[Entry]:
-        """Return the entries that must run first: a write's source, unless one run does both, or a read's upstream."""
+        """Return the entries that must run first: a read's upstream writes, or a write's source if in another run."""
         if self.is_read:
             return [entry for entry in self.recording.entries if entry.is_upstream_of(self)]
         return [] if self.source is None or self.within else [self.source]
@@ -300,7 +300,7 @@ class Entry:
         if self.is_read or self.recording is not read.recording:
             return False
         if read.recording.has_generated(read):
-            return True  # what was sampled before it depends on every write
+            return True  # earlier sampled tokens depend on every write
         if self.points & read.points:
             return self.number < read.number
         return min(self.depths) < max(read.depths)
@@ -308,7 +308,7 @@ class Entry:
 
 def may_be_within(write: Entry, read: Entry) -> bool:
     """True if a write can take the rows of a read in the same run: the read is at an earlier layer and no later
-    position, it has at most `MAX_STORED` rows, and its place was not written since."""
+    position, it has at most `MAX_STORED` rows, and its tensor was not written since."""
     recording = read.recording
     if write.recording is not recording or recording.prompt is None:
         return False
@@ -322,12 +322,12 @@ def may_be_within(write: Entry, read: Entry) -> bool:
 
 
 def same_run(write: Entry, read: Entry) -> SameRun:
-    """Return the value of a write that takes the rows of a read in the same run."""
+    """Return the `SameRun` value of a write that takes the rows of a read in its own run."""
     return SameRun(read.op.at, None if read.op.tokens == write.op.tokens else read.op.tokens)
 
 
 def depth(lm: LM, point: int) -> Depth:
-    """Return a point's rank in the order of computation, by its earliest word."""
+    """Return a point's rank in the order of computation, by its first site name."""
     site = parse_site(lm.sites.label(point))
     word = list(SITES).index(site.name)
     if isinstance(site.layers, int):
@@ -340,8 +340,8 @@ class Recording:
 
     prompt: (token ids, text), or None for a program without a prompt (`lm.edit`)
     trace: the trace that owns it, used only for identity comparison
-    state: "new" before its `with`, "open" while lines are recorded, then "ended", or "left" if an error left the block;
-        a stream is "waiting" and "streaming" before "ended"
+    state: "new" before its `with`, "open" while lines are recorded, then "ended", or "left" if an error ended the
+        block; a stream is "waiting" and "streaming" before "ended"
     failure: the error of its run or block, or None
     """
 
@@ -391,7 +391,7 @@ class Recording:
         self.entries.append(entry)
 
     def read(self, spot: Spot) -> Entry:
-        """Record a read. It sees earlier writes and not later ones."""
+        """Record a read, which sees the writes of earlier lines but not of later ones."""
         self.check_open()
         op = Capture(spot.site, spot.tokens)
         self.check(op)
@@ -410,11 +410,11 @@ class Recording:
         return entry
 
     def is_written_since(self, read: Entry) -> bool:
-        """True if a later write acts at a point of the read."""
+        """True if a write after the read acts at one of its points."""
         return any(not e.is_read and e.points & read.points for e in self.entries[read.number :])
 
     def check(self, op: SiteOp) -> None:
-        """Check one op by binding it to the prompt. Errors name its site, because it has no path yet."""
+        """Check an op by binding it to the prompt. Errors name the op's site, because it has no path yet."""
         if self.prompt is None:
             self.lm.sites.resolve(op.at)
             return
@@ -441,7 +441,7 @@ class Recording:
         return other
 
     def check_width(self, spot: Spot, read: Entry) -> None:
-        """Raise `ShapeError` if the rows of a read and of the spot that takes them differ in width."""
+        """Raise `ShapeError` unless the rows of a read are as wide as the spot that they are written to."""
         written, width = self.width(spot), read.recording.width(read.spot)
         if written != width:
             raise ShapeError(
@@ -450,7 +450,7 @@ class Recording:
             )
 
     def _check_source(self, write: Entry, read: Entry) -> None:
-        """Raise `ProgramError` if the source of a write is computed after it or depends on it."""
+        """Raise `ProgramError` if the source of a write is computed after the write, or depends on it."""
         if read.recording is not self:
             return
         if self.has_generated(read):
@@ -473,7 +473,7 @@ class Recording:
 
     @property
     def limit(self) -> int:
-        """The number of positions that are inputs if the run generates `max_tokens`."""
+        """The number of input positions, assuming that the run generates `max_tokens`."""
         return self.length + self.max_tokens - 1
 
     @property
@@ -485,7 +485,7 @@ class Recording:
         return np.concatenate([case.positions for case in self._cases(entry.spot.site.name, entry.op.tokens)])
 
     def known_positions(self, spot: Spot, tokens: Tokens | None = None) -> np.ndarray:
-        """Return a spot's positions, or those of `tokens`. Raises `ShapeError` if they depend on generated tokens."""
+        """Return the positions of `tokens` (default: the spot's). Raises `ShapeError` if they are not known yet."""
         self.check_prompt()
         cases = self._cases(spot.site.name, spot.tokens if tokens is None else tokens)
         if len(cases) != 1 or not cases[0].alone:
@@ -502,13 +502,13 @@ class Recording:
 
 
 def _no_source(key: str) -> Any:
-    raise UnsupportedSite(f"run {key} is read by the program")
+    raise UnsupportedSite(f"the program reads run {key}")
 
 
 class Planned(NamedTuple):
     """One run of a recording.
 
-    entries: the writes and reads that it executes, in order
+    entries: the writes and reads that the run executes, in order
     max_tokens: 1 for an early run that needs only the prompt
     is_last: True for the recording's own run, with all its writes
     """
@@ -521,8 +521,8 @@ class Planned(NamedTuple):
 
 
 class Schedule:
-    """The levels of the recordings' entries, and the resulting runs. `has_edits`: other edits act before the trace's
-    own, and may need generated tokens. Raises `ProgramError`, with the line, for a write that depends on itself."""
+    """The levels of the recordings' entries, and the resulting runs. `has_edits`: True if other edits, which may need
+    generated tokens, act before the trace's own. Raises `ProgramError` for a write that depends on itself."""
 
     def __init__(self, recordings: Iterable[Recording], has_edits: bool = False) -> None:
         self.recordings, self._has_edits = list(recordings), has_edits
@@ -542,7 +542,7 @@ class Schedule:
                       for rec in self.recordings}  # fmt: skip
 
     def batches(self) -> list[list[Planned]]:
-        """Return the runs by level; each level has one batch per `max_tokens`, in ascending order."""
+        """Return the runs in batches, by ascending level and `max_tokens`."""
         runs = list(self._early_runs())
         for of in self.recordings:
             entries = tuple(entry for entry in of.entries if not entry.is_read or entry.wanted)
@@ -551,7 +551,7 @@ class Schedule:
         return [[run for run in runs if (run.level, run.max_tokens) == key] for key in keys]
 
     def gives(self, run: Planned, read: Entry, write: Entry) -> bool:
-        """True if a write takes the rows of a read from this run."""
+        """True if this run provides the rows of a read that a write takes."""
         level = self._levels[read]
         from_last = self._levels[write] > self._last[read.recording]
         return run.recording is read.recording and (run.is_last if from_last else run.level == level)

@@ -1,4 +1,4 @@
-"""`lm.trace` and `lm.edit`: the objects of their `with` blocks, and the execution of what was recorded at their end."""
+"""The objects of `with lm.trace(...)` and `with lm.edit(...)`, and the execution of their recordings."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Invoke(TokenGroup):
 
     @property
     def generated(self) -> Steps:
-        """The generated tokens, each at the step that takes it as input: `t.generated[3].layers[5].output`, or all of
-        them, `t.generated.layers[5].output`."""
+        """The generated tokens, each at the step that takes it as input: one, as in `t.generated[3].layers[5].output`,
+        or all, as in `t.generated.layers[5].output`."""
         return Steps(self._recording, generated)
 
     @property
@@ -69,8 +69,8 @@ class Invoke(TokenGroup):
         return TokenGroup(self._recording, every, True)
 
     def cache(self, *sites: Site | str, tokens: Tokens | str | None = None) -> Cache:
-        """Save many sites at once, with their values after all writes of the trace; every site by default. `tokens` is
-        a selection, by default the prompt's tokens."""
+        """Save many sites at once (by default every site), with their values after all writes of the trace. `tokens`: a
+        selection, by default the prompt's tokens."""
         recording = self._recording
         recording.check_open()
         chosen = [parse_site(site) for site in sites] or [Site(name) for name in recording.lm.sites.names]
@@ -162,7 +162,7 @@ class Trace(NonTensor):
         self, prompt: Any = None, *, messages: Any = None, sampling: Any = None, score: Sequence[int] = (),
         **others: Any,
     ) -> Invoke:  # fmt: skip
-        """Add a prompt to the batch: `with t.invoke("…") as a:`. Values of one prompt can be written into another."""
+        """Add a prompt to the batch: `with t.invoke("…") as a:`. One prompt's values can be written into another."""
         check_options(others, "t.invoke", OF_INVOKE)
         if not self._entered:
             raise ProgramError("a trace is a `with` block: `with lm.trace() as t:`, with invokes inside it")
@@ -272,8 +272,8 @@ class Trace(NonTensor):
 
     @contextlib.contextmanager
     def _streaming(self) -> Iterator[Stream]:
-        """Make all calls except the last, the prompt's own, and yield the last as a stream. Fill in the saved values at
-        the end; if the stream is abandoned, reading them raises an error."""
+        """Make all calls but the last, which runs the prompt itself, and yield that one as a stream. Fill in the saved
+        values at the end. If the stream is abandoned, reading them raises an error."""
         if not self._streamed:
             raise ProgramError("only a trace with stream=True can be iterated: lm.trace(prompt, stream=True)")
         if self._state != "ended":
@@ -358,7 +358,7 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
 
 
 def is_shared(run: Planned, read: Entry) -> bool:
-    """True if a run captures a read's place again after a write to it: `From` would take the later value."""
+    """True if a run captures a read's tensor again after a write to it, so that `From` would take the later value."""
     after = [entry for entry in run.entries if entry.number > read.number and entry.points & read.points]
     written = next((entry.number for entry in after if not entry.is_read), None)
     if written is None:
@@ -370,7 +370,7 @@ def is_shared(run: Planned, read: Entry) -> bool:
 
 
 def runnable(recordings: Iterable[Recording]) -> list[Recording]:
-    """Return the recordings that can run: they have not failed, and take no rows of a failed recording."""
+    """Return the recordings that can run: those that have not failed and take no rows of a failed recording."""
     whole = [recording for recording in recordings if recording.failure is None]
     for recording in whole:
         lost = (entry.source.recording.failure for entry in recording.entries if entry.source is not None)
@@ -378,16 +378,16 @@ def runnable(recordings: Iterable[Recording]) -> list[Recording]:
     return whole if all(recording.failure is None for recording in whole) else runnable(whole)
 
 
-RunArguments = dict[str, Any]  # of one `lm.run` of a list of prompts
+RunArguments = dict[str, Any]  # arguments of `lm.run` for a list of prompts
 
 
 class Execution:
     """The execution of one trace: runs its recordings batch by batch, and fills in the saved values.
 
     The caller makes each of `calls`, with `lm.run`, `await lm.arun(...)` or a stream, and stores its runs or error in
-    `answer`. After the last one, the values are filled in. An error of one prompt fails it and the prompts that read
-    it; other prompts keep their values, and the first error is raised at the end. `edits` come before the trace's own
-    ops in every program; `options` are arguments of `lm.run` for the prompts' own runs.
+    `answer`. After the last call, the values are filled in. An error in a prompt fails that prompt and the prompts
+    that read from it. Other prompts keep their values, and the first error is raised at the end. `edits` come before
+    the trace's own ops in every program; `options` are arguments of `lm.run` for the prompts' own runs.
     """
 
     answer: list[Run] | PatchclampError
@@ -443,8 +443,8 @@ class Execution:
         return ops
 
     def _value(self, write: Entry, read: Entry) -> From | Vector:
-        """Return the value of a write, from the run that has its read: a `From`, or the array itself if `From` would
-        take another read of the place or another part of the row."""
+        """Return the value of a write whose read has run: a `From`, or the array itself if `From` would take another
+        read of the tensor or other columns of the row."""
         planned, source = next(pair for pair in self._runs.items() if self._schedule.gives(pair[0], read, write))
         columns = {ref.columns for ref in (*read.refs, *write.refs)}
         if len(columns) == 1 and not is_shared(planned, read):
@@ -484,7 +484,7 @@ class Execution:
     # -- errors
 
     def _blame(self, batch: list[Planned], error: PatchclampError) -> None:
-        """Attribute a call's error to the prompt whose index is in its path, or to all."""
+        """Fail the prompt whose index is in the path of a call's error, or all prompts."""
         match = re.match(r"prompt (\d+)\.?", error.path or "")
         if match is not None:
             error = type(error)(error.message, (error.path or "")[match.end() :] or None)
@@ -493,7 +493,7 @@ class Execution:
             self._fail(planned, error)
 
     def _fail(self, planned: Planned, error: PatchclampError) -> None:
-        """Fail the recording of a failed run; the first error is kept."""
+        """Mark the recording of a failed run as failed. The first error is kept."""
         recording = planned.recording
         recording.failure = recording.failure or at_line(error, self._line(planned, error))
 
@@ -547,7 +547,7 @@ class Execution:
 
 
 def _sampling(run: Planned) -> dict[str, Any]:
-    """Return a run's sampling parameters; a one-token early run keeps only `extra_args`."""
+    """Return a run's sampling parameters. An early run of one token keeps only `extra_args`."""
     sampling = run.recording.sampling or {}
     kept = sampling if run.is_last or run.max_tokens > 1 else {"extra_args": sampling.get("extra_args")}
     return {name: value for name, value in kept.items() if value is not None}
