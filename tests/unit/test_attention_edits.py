@@ -86,7 +86,7 @@ def _draw_edit(draw: np.random.Generator, window: int) -> tuple[Any, dict[str, A
     """An edit, and where it acts. New rows have keys that a window would hide."""
     layers = [[0], [1], [0, 1]][draw.integers(3)]
     head = int(draw.integers(-1, HEADS))
-    site = (pc.pattern[layers[0] : layers[-1] + 1] if head < 0 else pc.pattern[layers[0] : layers[-1] + 1, head])
+    site = pc.pattern[layers[0] : layers[-1] + 1] if head < 0 else pc.pattern[layers[0] : layers[-1] + 1, head]
     first = int(draw.integers(0, 3))
     queries = sorted(draw.choice(np.arange(4, LENGTH), int(draw.integers(1, 6)), False).tolist())
     tokens = functools.reduce(operator.or_, (pc.every[each] for each in queries))
