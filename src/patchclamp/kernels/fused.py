@@ -48,8 +48,9 @@ class CodeRunner(Protocol):
         ...
 
     def edit_attention(
-        self, numbers: list[int], rows_MW: torch.Tensor, point: int, positions: list[np.ndarray], dtype: torch.dtype
-    ) -> torch.Tensor:
+        self, numbers: list[int], rows_MW: torch.Tensor, point: int, position_M: np.ndarray, count_B: np.ndarray,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
         """Run the attention edits of several requests, whose numbers are negative, on the rows of all. Returns the new
         rows, finite in `dtype`."""
         ...
@@ -270,11 +271,10 @@ def _run(
     tensor's."""
     done = records["value"] < 0
     if done.any():
-        numbers, first = np.unique(records["value"][done], return_index=True)
-        order = np.argsort(first)
-        positions = np.split(position[done], np.sort(first)[1:])
-        at_A = _on(h_AW, index[done])
-        h_AW[at_A] = code.edit_attention(numbers[order].tolist(), h_AW[at_A], point, positions, dtype)
+        values, at_A = records["value"][done], _on(h_AW, index[done])
+        first = np.flatnonzero(np.diff(values, prepend=0))  # rows of a request are adjacent
+        count, numbers = np.diff(first, append=len(values)), values[first].tolist()
+        h_AW[at_A] = code.edit_attention(numbers, h_AW[at_A], point, position[done], count, dtype)
     for number, columns in np.unique(records[~done][["value", "columns"]]).tolist():
         some = (records["value"] == number) & (records["columns"] == columns)
         at_A = _on(h_AW, index[some])

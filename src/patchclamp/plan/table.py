@@ -608,6 +608,7 @@ class ProgramTable:
     changed: the slots, and the (begin, end) of records, written since the last update of the device copy
     sampled [points]: True if a point has only sampled rows; default: no point
     coded: slots with `APPLY` records
+    scripted: those of them with code other than attention edits, whose numbers are negative
     deciding: slots with `TEST` or `SPAN` records
     latches [slots + 1, LATCHES]: int32, each slot's latch positions, written by host kernels
     drafted [slots + 1]: int32, the first position of each slot's last step if that had draft tokens, else NEVER
@@ -624,6 +625,7 @@ class ProgramTable:
         self.sampled: np.ndarray = np.zeros(points, bool) if sampled is None else sampled
         self.captures: CaptureRanges = CaptureRanges(self.sampled)
         self.coded: set[int] = set()
+        self.scripted: set[int] = set()
         self.deciding: set[int] = set()
         self.latches: np.ndarray = np.full((slots + 1, LATCHES), NEVER, np.int32)
         self.drafted: np.ndarray = np.full(slots + 1, NEVER, np.int32)
@@ -644,7 +646,9 @@ class ProgramTable:
         self._acts[slots] = counts > 0
         self._acting += np.count_nonzero(counts, axis=0)
         self._add_captures(slots, places, records, counts)
-        self.coded.update(slots[(records["kind"] == APPLY).any(axis=1)].tolist())
+        is_code = records["kind"] == APPLY
+        self.coded.update(slots[is_code.any(axis=1)].tolist())
+        self.scripted.update(slots[(is_code & (records["value"] > 0)).any(axis=1)].tolist())
         self.deciding.update(slots[np.isin(records["kind"], (TEST, SPAN)).any(axis=1)].tolist())
         self.latches[slots] = self.drafted[slots, None] = NEVER
         for slot, begin in zip(slots.tolist(), begins.tolist(), strict=True):
@@ -658,6 +662,7 @@ class ProgramTable:
         self.first[slot] = self._acts[slot] = 0
         self.captures.drop(slot)
         self.coded.discard(slot)
+        self.scripted.discard(slot)
         self.deciding.discard(slot)
         self._mark_changed(slot, 0, 0)
 

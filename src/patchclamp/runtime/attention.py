@@ -140,9 +140,33 @@ class EditedAttention(NamedTuple):
     slot: int
     edits: Sequence[PatternEdit]
 
-    def chosen(self, position_N: np.ndarray) -> np.ndarray:
-        """Return the indices of the edited queries."""
-        return np.flatnonzero(np.any([edit.is_query(position_N) for edit in self.edits], 0))
+
+class _Batch(NamedTuple):
+    """Requests with equally many edited queries, by their index in a layer's call.
+
+    position_BN, end_BN: the queries' positions, on the host and on the device
+    index_BN: their index among the rows
+    begin_B: each request's first position in this step
+    first, heads: the heads to compute
+    removed_BNHT: `removed_edges`
+    """
+
+    which: list[int]
+    position_BN: np.ndarray
+    end_BN: torch.Tensor
+    index_BN: torch.Tensor
+    begin_B: torch.Tensor
+    first: int
+    heads: int
+    removed_BNHT: torch.Tensor
+
+    def alone(self, i: int) -> _Batch:
+        """Return a batch of its i-th request."""
+        row = slice(i, i + 1)
+        return _Batch(
+            self.which[row], self.position_BN[row], self.end_BN[row], self.index_BN[row], self.begin_B[row], self.first,
+            self.heads, self.removed_BNHT[row],
+        )  # fmt: skip
 
 
 class _Checked(NamedTuple):
@@ -165,7 +189,7 @@ class AttentionEdits:
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._queries: dict[int, torch.Tensor] = {}  # [M, H, E], by point
-        self._removed: dict[Any, torch.Tensor] = {}  # `removed_edges`, shared by layers
+        self._batches: dict[Any, list[_Batch]] = {}  # shared by layers with the same edits
         self._checked: list[_Checked] = []
         self._failed: list[tuple[EditedAttention, PatchclampError]] = []
 
@@ -174,88 +198,63 @@ class AttentionEdits:
         self._queries[point] = query_MHE
 
     def change(
-        self, edited: Sequence[EditedAttention], rows_MZ: torch.Tensor, positions: Sequence[np.ndarray],
+        self, edited: Sequence[EditedAttention], rows_MZ: torch.Tensor, position_M: np.ndarray, count_B: np.ndarray,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Return a layer's attention results, with edited rows recomputed from their pattern. `positions`: each
-        request's, in the rows' order; `dtype`: in which rows must be finite. Rows that fail a check do not change."""
+        """Return a layer's attention results, with edited rows recomputed from their pattern. Rows that fail a check do
+        not change.
+
+        position_M, count_B: the positions of all rows, and how many of them each request has
+        dtype: the type in which results must be finite
+        """
         query_MHE = self._queries.pop(edited[0].point)
-        new_MHE = rows_MZ.clone().view(*query_MHE.shape[:2], -1)
-        begins = np.cumsum([0, *map(len, positions)])
-        chosen = [each.chosen(position) for each, position in zip(edited, positions, strict=True)]
-        for some, rows in self._batches(edited, positions, chosen, query_MHE.shape[1]):
-            index_BN = to_device(np.stack([begins[b] + chosen[b][rows] for b in some]), new_MHE.device)
-            position_BN = np.stack([positions[b][chosen[b][rows]] for b in some])
-            begin_B = np.array([positions[b][0] for b in some])
-            of = [edited[b] for b in some]
+        new_MHE, width = rows_MZ.clone().view(*query_MHE.shape[:2], -1), self._keys.width(edited[0].point)
+        own = [each.edits for each in edited]
+        group = query_MHE[0].numel() // width
+        key = position_M.tobytes(), count_B.tobytes(), group, *map(id, itertools.chain(*own)), *map(len, own)
+        if key not in self._batches:
+            self._batches[key] = [*_batches(own, position_M, count_B, group, query_MHE.shape[1], width, rows_MZ.device)]
+        for batch in self._batches[key]:
             try:
-                self._change(of, query_MHE, new_MHE, index_BN, position_BN, begin_B, dtype)
+                self._change(edited, batch, query_MHE, new_MHE, dtype)
             except Exception:  # of one request, which fails alone
-                for i, each in enumerate(of):
-                    row = slice(i, i + 1)
+                for i, b in enumerate(batch.which):
                     try:
-                        self._change([each], query_MHE, new_MHE, index_BN[row], position_BN[row], begin_B[row], dtype)
+                        self._change(edited, batch.alone(i), query_MHE, new_MHE, dtype)
                     except Exception as error:
-                        self._failed.append((each, as_patchclamp_error(error).under(each.path)))
+                        self._failed.append((edited[b], as_patchclamp_error(error).under(edited[b].path)))
         return new_MHE.flatten(1)
 
-    def _batches(
-        self, edited: Sequence[EditedAttention], positions: Sequence[np.ndarray], chosen: Sequence[np.ndarray],
-        heads: int,
-    ) -> Iterator[tuple[list[int], slice]]:  # fmt: skip
-        """Yield batches: requests with equally many edited queries, and a range of these queries."""
-        width = self._keys.width(edited[0].point)
-        by_count: dict[int, list[int]] = {}
-        for b, rows in enumerate(chosen):
-            if len(rows):
-                by_count.setdefault(len(rows), []).append(b)
-        for count, group in by_count.items():
-            group.sort(key=lambda b: int(positions[b][-1]))
-            while group:
-                length = int(positions[group[-1]][-1]) + 1
-                most = max(min(MAX_SCORES // (heads * length * count), MAX_KEYS // (length * width)), 1)
-                queries = max(MAX_SCORES // (heads * length), 1)
-                for first in range(0, count, queries):
-                    yield group[-most:], slice(first, first + queries)
-                del group[-most:]
-
     def _change(
-        self, edited_B: list[EditedAttention], query_MHE: torch.Tensor, new_MHE: torch.Tensor, index_BN: torch.Tensor,
-        position_BN: np.ndarray, begin_B: np.ndarray, dtype: torch.dtype,
+        self, edited_by: Sequence[EditedAttention], batch: _Batch, query_MHE: torch.Tensor, new_MHE: torch.Tensor,
+        dtype: torch.dtype,
     ) -> None:  # fmt: skip
-        """Change one batch's rows of `new_MHE`. `begin_B`: the first position of each request in this step."""
-        point, slots = edited_B[0].point, [each.slot for each in edited_B]
-        facts, device, count = self._keys.facts(point), new_MHE.device, int(position_BN.max()) + 1
+        """Change a batch's rows of `new_MHE`."""
+        edited_B = [edited_by[b] for b in batch.which]
+        point, slots, own = edited_B[0].point, [each.slot for each in edited_B], [each.edits for each in edited_B]
+        facts, count = self._keys.facts(point), int(batch.position_BN.max()) + 1
+        first, heads, group = batch.first, batch.heads, query_MHE[0].numel() // self._keys.width(point)
         cached_BTKE = self._keys.values(point, slots, count)
-        group = query_MHE.shape[1] // cached_BTKE.shape[2]
-        low = min(edit.first for each in edited_B for edit in each.edits) // group
-        high = (max(edit.end for each in edited_B for edit in each.edits) - 1) // group + 1
-        first, heads = low * group, (high - low) * group
-        end_BN = to_device(position_BN, device)
-        at_T, last_B = torch.arange(count, device=device), end_BN[:, -1:]
-        seen_BT = at_T <= last_B
+        at_T = torch.arange(count, device=new_MHE.device)
+        seen_BT = at_T <= batch.end_BN[:, -1:]
         if facts.window:
-            # blocks of earlier positions may be free
-            seen_BT &= at_T > to_device(begin_B, device)[:, None] - facts.window
-        value_BTKE = cached_BTKE[:, :, low:high].float().masked_fill(~seen_BT[..., None, None], 0)
-        found_BNHT = self._keys.scores(point, slots, query_MHE[index_BN], end_BN, first, heads, count)
-        own = [each.edits for each in edited_B]
-        key = position_BN.tobytes(), position_BN.shape, first, heads, *map(id, itertools.chain(*own)), *map(len, own)
-        if key not in self._removed:
-            self._removed[key] = to_device(removed_edges(position_BN, own, first, heads, count), device)
-        pattern_BNHT, touched_BNH = edited(found_BNHT, position_BN, own, self._removed[key], facts, first)
-        old_BNHE = new_MHE[index_BN][:, :, first : first + heads]
+            seen_BT &= at_T > batch.begin_B[:, None] - facts.window  # blocks of earlier positions may be free
+        part_BTKE = cached_BTKE[:, :, first // group : (first + heads) // group]
+        value_BTKE = part_BTKE.float().masked_fill(~seen_BT[..., None, None], 0)
+        query_BNHE = query_MHE[batch.index_BN]
+        found_BNHT = self._keys.scores(point, slots, query_BNHE, batch.end_BN, first, heads, count)
+        pattern_BNHT, touched_BNH = edited(found_BNHT, batch.position_BN, own, batch.removed_BNHT, facts, first)
+        old_BNHE = new_MHE[batch.index_BN][:, :, first : first + heads]
         result_BNHE = _results(pattern_BNHT, value_BTKE)
         exact_BHE = _results(pattern(found_BNHT[:, -1:], facts, first), value_BTKE)[:, 0]
         size_B, error_B = old_BNHE[:, -1].flatten(1).norm(dim=1), (exact_BHE - old_BNHE[:, -1]).flatten(1).norm(dim=1)
         max_error = MAX_ERROR[cached_BTKE.dtype]
         blind_BN = (pattern_BNHT.isnan().any(-1) & ~found_BNHT.isnan().any(-1)).any(-1)
         finite_BN = torch.where(touched_BNH[..., None], result_BNHE, 0).to(dtype).isfinite().flatten(2).all(-1)
-        right_B = ~size_B.isfinite() | (error_B <= max_error * size_B)
-        good_BN = right_B[:, None] & finite_BN
+        good_BN = finite_BN & (~size_B.isfinite() | (error_B <= max_error * size_B))[:, None]
         changed_BNHE = torch.where(touched_BNH[..., None] & good_BN[..., None, None], result_BNHE, old_BNHE)
-        new_MHE[:, first : first + heads].index_copy_(0, index_BN.flatten(), changed_BNHE.flatten(0, 1))
-        self._checked.append(_Checked(edited_B, position_BN, finite_BN, blind_BN, size_B, error_B, max_error))
+        new_MHE[:, first : first + heads].index_copy_(0, batch.index_BN.flatten(), changed_BNHE.flatten(0, 1))
+        self._checked.append(_Checked(edited_B, batch.position_BN, finite_BN, blind_BN, size_B, error_B, max_error))
 
     def failures(self) -> Iterator[tuple[EditedAttention, PatchclampError | None]]:
         """End the step. Wait for its checks, and yield the edits that failed one, with the error: `TokensError` if a
@@ -264,7 +263,7 @@ class AttentionEdits:
         yield from self._failed
         checked, self._checked, self._failed = self._checked, [], []
         self._queries.clear()
-        self._removed.clear()
+        self._batches.clear()
         found = [torch.cat([each.finite_BN, each.blind_BN, each.size_B[:, None], each.error_B[:, None]], 1).flatten()
                  for each in checked]  # fmt: skip
         numbers = torch.cat(found).cpu().numpy() if found else np.zeros(0)
@@ -285,6 +284,37 @@ class AttentionEdits:
                     yield one, TokensError(blind, one.path)
                 elif not finite_N.all():
                     yield one, None
+
+
+def _batches(
+    edits_B: Sequence[Sequence[PatternEdit]], position_M: np.ndarray, count_B: np.ndarray, group: int, heads: int,
+    width: int, device: torch.device,
+) -> Iterator[_Batch]:  # fmt: skip
+    """Yield the batches of a call. `width`: the number of elements in one position's keys; `heads` in all, `group` per
+    key/value head."""
+    ends = np.cumsum(count_B)
+    by_count: dict[int, list[tuple[int, int, np.ndarray]]] = {}  # of edited queries: last position, request, their rows
+    for b, (edits, begin, end) in enumerate(zip(edits_B, (ends - count_B).tolist(), ends.tolist(), strict=True)):
+        rows = begin + np.flatnonzero(np.any([edit.is_query(position_M[begin:end]) for edit in edits], 0))
+        if len(rows):
+            by_count.setdefault(len(rows), []).append((int(position_M[rows[-1]]), b, rows))
+    for count, queries in by_count.items():
+        queries.sort(key=lambda each: each[0])
+        while queries:
+            length = queries[-1][0] + 1
+            most = max(min(MAX_SCORES // (heads * length * count), MAX_KEYS // (length * width)), 1)
+            which, of_scores = [b for _, b, _ in queries[-most:]], max(MAX_SCORES // (heads * length), 1)
+            all_BN = np.stack([rows for *_, rows in queries[-most:]])
+            del queries[-most:]
+            own = [edits_B[b] for b in which]
+            first = min(edit.first for edits in own for edit in edits) // group * group
+            some = -(-(max(edit.end for edits in own for edit in edits) - first) // group) * group
+            begin_B = to_device(position_M[(ends - count_B)[which]], device)
+            for index_BN in np.split(all_BN, range(of_scores, count, of_scores), 1):
+                position_BN = position_M[index_BN]
+                removed = removed_edges(position_BN, own, first, some, int(position_BN.max()) + 1)
+                end_BN, row_BN, removed_BNHT = (to_device(each, device) for each in (position_BN, index_BN, removed))
+                yield _Batch(which, position_BN, end_BN, row_BN, begin_B, first, some, removed_BNHT)
 
 
 def _results(pattern_BNHT: torch.Tensor, value_BTKE: torch.Tensor) -> torch.Tensor:

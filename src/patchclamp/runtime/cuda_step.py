@@ -647,24 +647,40 @@ class CudaStep:
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, memory: torch.Tensor, begin: int,
         sampled: bool,
     ) -> np.ndarray | None:  # fmt: skip
-        """Launch the kernel up to each request's next code, run the code, and repeat until none is left."""
-        calls = self._calls(point) if self._plan is not None else []
+        """Launch the kernel up to each request's next code, run the code, and repeat until none is left. Edits of
+        attention precede other code, and run for all requests at once."""
+        edits, calls = (self._attention_edits(point), self._calls(point)) if self._plan is not None else (None, [])
         arguments = (self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
-        if not calls:
+        if edits is None and not calls:
             cuda.site(*arguments)
             return None
         bad: list[int] = []
-        for phase, phase_calls in enumerate(calls):
+        for phase, phase_calls in enumerate(calls or [[]]):
             cuda.site(*arguments, phase)
-            together, alone = [], []
+            if edits is not None and not phase:
+                self._edit_attention(point, *edits, hidden_RW)
             for n, records in phase_calls:
-                (together if named(records[-1:], APPLY)["code"][0] < 0 else alone).append((n, records))
-            if together:
-                self._edit_attention(point, together, hidden_RW)
-            for n, records in alone:
                 bad += self._run(point, n, records, hidden_RW, residual_RW, sampled)
-        cuda.site(*arguments, len(calls))
+        cuda.site(*arguments, max(len(calls), 1))
         return np.array(bad, np.int64)
+
+    def _attention_edits(self, point: int) -> tuple[list[int], np.ndarray, np.ndarray] | None:
+        """Return the attention edits at a point, by number, with the positions and the batch indices of all their rows;
+        None without any."""
+        table, batch = self.tables.table, self._batch
+        first = table.first[batch.slot, point]
+        some = np.flatnonzero(first < table.first[batch.slot, point + 1])
+        records = table.records[first[some]]
+        is_edit = (records["kind"] == APPLY) & (records["value"] < 0)
+        some, records = some[is_edit], records[is_edit]
+        begin = batch.position[some] + self._steps
+        start, stop = np.maximum(records["start"], begin), np.minimum(records["stop"], begin + batch.count[some])
+        acts = start < stop
+        if not acts.any():
+            return None
+        count, some = (stop - start)[acts], some[acts]
+        position_M = np.arange(count.sum()) + np.repeat(start[acts] - (np.cumsum(count) - count), count)
+        return records["value"][acts].tolist(), position_M, np.repeat(some, count)
 
     def _calls(self, point: int) -> list[list[tuple[int, np.ndarray]]]:
         """Return the code calls at a point: first every request's first call, then every request's second, and so on. A
@@ -673,29 +689,34 @@ class CudaStep:
         table, phases = self.tables.table, []
         first = self._batch.position + self._steps
         for n, slot in enumerate(self._batch.slot.tolist()):
-            if slot not in table.coded:
+            if slot not in table.scripted:
                 continue
             records = table.records[table.first[slot, point] : table.first[slot, point + 1]]
             for phase, at in enumerate(np.flatnonzero(records["kind"] == APPLY).tolist()):
                 if phase == len(phases):
                     phases.append([])
-                if records["start"][at] < first[n] + self._batch.count[n] and first[n] < records["stop"][at]:
+                is_edit = records["value"][at] < 0  # of attention
+                if (
+                    not is_edit
+                    and records["start"][at] < first[n] + self._batch.count[n]
+                    and first[n] < records["stop"][at]
+                ):
                     has_match = at > 0 and records["kind"][at - 1] == MATCH
                     phases[phase].append((n, records[at - has_match : at + 1]))
         return phases if any(phases) else []
 
-    def _edit_attention(self, point: int, calls: list[tuple[int, np.ndarray]], hidden_RW: torch.Tensor) -> None:
+    def _edit_attention(
+        self, point: int, numbers: list[int], position_M: np.ndarray, request_M: np.ndarray, hidden_RW: torch.Tensor
+    ) -> None:
         """Run the attention edits of several requests on their rows."""
         assert self.code is not None
-        batch, numbers, rows, positions = self._batch, list[int](), list[np.ndarray](), list[np.ndarray]()
-        for n, records in calls:
-            record, first = named(records[-1:], APPLY)[0], batch.position[n] + self._steps
-            positions.append(np.arange(max(record["start"], first), min(record["stop"], first + batch.count[n])))
-            rows.append(positions[-1] - first + batch.row[n])
-            numbers.append(int(record["code"]))
-        row_A = to_device(np.concatenate(rows), hidden_RW.device)
+        rows = position_M - self._steps + (self._batch.row - self._batch.position)[request_M]
+        count_B = np.diff(np.flatnonzero(np.diff(request_M, prepend=-1)), append=len(request_M))
+        row_A = to_device(rows, hidden_RW.device)
         h_AW = fused.join(hidden_RW, None, row_A)
-        fused.split(hidden_RW, None, row_A, self.code.edit_attention(numbers, h_AW, point, positions, hidden_RW.dtype))
+        new_AW = self.code.edit_attention(numbers, h_AW, point, position_M, count_B, hidden_RW.dtype)
+        if new_AW is not h_AW:
+            fused.split(hidden_RW, None, row_A, new_AW)
 
     def _run(
         self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,

@@ -488,10 +488,11 @@ class Runtime:
             return None
 
     def edit_attention(
-        self, numbers: list[int], rows_MW: torch.Tensor, point: int, positions: list[np.ndarray], dtype: torch.dtype
-    ) -> torch.Tensor:
+        self, numbers: list[int], rows_MW: torch.Tensor, point: int, position_M: np.ndarray, count_B: np.ndarray,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:  # fmt: skip
         """Store rows that are a layer's queries, and edit rows that are its attention results (`AttentionEdits`).
-        `numbers`: the edits of each request, at `positions`."""
+        `numbers`: the edits of each request."""
         edited = [self._attention[number] for number in numbers]
         if self._edits is None:
             assert self.keys is not None
@@ -499,7 +500,7 @@ class Runtime:
         if point == edited[0].point:
             self._edits.store_queries(point, rows_MW.view(len(rows_MW), self._heads(point), -1))
             return rows_MW
-        return self._edits.change(edited, rows_MW, positions, dtype)
+        return self._edits.change(edited, rows_MW, position_M, count_B, dtype)
 
     def _collect_edits(self, edits: AttentionEdits) -> None:
         """Fail the runs whose attention edits failed a check in this step."""
