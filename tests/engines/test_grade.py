@@ -521,6 +521,13 @@ def test_captured_rows(lm, monkeypatch):
     assert [[len(rows["embed"]) for rows in of.captured] for of in two] == [
         [len(lm.tokens(PROMPT))], [len(lm.tokens(OTHER))]
     ]  # fmt: skip
+    later = pc.Scale(0.5, at=pc.resid_post[1], tokens=pc.generated)  # edits the second token of the score alone
+    graded = lm.grade(PROMPT, [later, None], score=[[5, 6]], capture=[pc.resid_post, pc.logits])
+    assert abs(graded.logprobs[0, 0] - graded.logprobs[1, 0]) > 1e-4
+    for site in ("resid_post[2]", "logits"):
+        edited, unedited = (rows[site] for rows in graded.captured)
+        assert len(edited) == (1 if site == "logits" else len(lm.tokens(PROMPT)))
+        np.testing.assert_allclose(edited, unedited, atol=1e-4)
     assert lm.grade(PROMPT, programs[2:], score=[5]).captured is None
     lm.run(PROMPT, max_tokens=1)  # the next step frees what was released
     assert lm.engine.status()["captured_bytes"] <= before
