@@ -30,7 +30,7 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
     """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
     Raises `TokensError` and `UnsupportedSite` from the code unchanged, and `RunError` for its other exceptions and for
-    results of the wrong shape.
+    results of the wrong shape or of complex numbers.
     """
     import torch
 
@@ -49,6 +49,8 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                 raise TypeError(
                     f"expected a result tensor {list(rows.shape)}, got {list(result.shape)}, {result.layout}"
                 )
+            if result.is_complex():  # conversion to the rows' dtype would discard the imaginary part
+                raise TypeError(f"expected a result of real numbers, got {result.dtype}: return its .real or .abs()")
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
     except (TokensError, UnsupportedSite) as error:  # raised by an attention edit
         raise error.under(code.path) from error
