@@ -376,7 +376,11 @@ class LM:
             except PatchclampError as error:
                 raise type(error)(error.message, f"continuation[{i}]" if listed else "continuation") from None
             terms = [[(ids[:n], token) for n, token in enumerate(ids)] for ids in scores]
-            job = self._grade_job(one, [edits], terms, False, 0, bindings)
+            try:
+                job = self._grade_job(one, [edits], terms, False, 0, bindings)
+            except PatchclampError as error:  # the one program is `edits` here
+                named = type(error)(error.message, (error.path or "").removeprefix("programs[0].") or None)
+                raise named.under(f"prompt {i}") if listed else named from None
             jobs.append(msgspec.structs.replace(job, has_baseline=False))
         found: list[Any] = []
         for grades, several in zip(self.graded(jobs), are_several, strict=True):
