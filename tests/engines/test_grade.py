@@ -565,6 +565,10 @@ def test_continuations(lm, narrow, monkeypatch):
         assert error.value.path == path
     with pytest.raises(ProgramError):
         lm.loglikelihood([PROMPT, OTHER], [" a"])
+    for prompts, choices, path in ((PROMPT, " a", "edits[1].value"), ([OTHER, PROMPT], [" a", " b"], "prompt 0.edits[1].value")):
+        with pytest.raises(pc.ShapeError) as wrong:  # the path is that of the argument, as in `run`
+            lm.loglikelihood(prompts, choices, edits=[pc.Zero(pc.mlp_out[0]), pc.Add([1.0, 2.0], at=pc.embed)])
+        assert wrong.value.path == path
 
 
 def test_wrong_arguments(lm):
@@ -574,6 +578,8 @@ def test_wrong_arguments(lm):
         ({"programs": [[5]]}, ProgramError, "programs[0]"), ({"score": [[]]}, TokensError, "score[0]"),
         ({"score": {5, 6}}, TokensError, "score"),
         ({"programs": [pc.Program.of((), [pc.embed])]}, ProgramError, "programs[0].capture"),
+        ({"programs": [[], [pc.Zero(pc.embed), pc.Capture(pc.embed)]]}, ProgramError, "programs[1].edits[1]"),
+        ({"programs": [pc.Lens(pc.resid_post[1])]}, ProgramError, "programs[0].edits[0]"),
         ({"programs": [pc.Zero(pc.mlp_out[99])]}, pc.UnsupportedSite, "programs[0].edits[0].at"),
     ):  # fmt: skip
         with pytest.raises(kind) as caught:
