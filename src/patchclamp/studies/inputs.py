@@ -20,7 +20,7 @@ from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op, Program, Range, Site
 from patchclamp.language import prompt as whole_prompt
-from patchclamp.language.ops import MAX_TOP
+from patchclamp.language.ops import MAX_TOP, Readout
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import SPECS, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
@@ -650,7 +650,11 @@ def edits_in(text: str) -> list[Op]:
         raise ProgramError(f"expected an op as JSON, or a .json file, got {text!r:.100}: {error}") from None
     whole = isinstance(data, dict) and "edits" in data
     program = data if whole else {"edits": data if isinstance(data, list) else [data]}
-    return list(Program.from_json(json.dumps(program)).edits)
+    read = Program.from_json(json.dumps(program))
+    for path, op in read.ops:
+        if isinstance(op, Readout):
+            raise ProgramError(f"expected edits alone, got {type(op).__name__}, whose rows are not returned here", path)
+    return list(read.edits)
 
 
 def sae_of(text: str) -> SAE | str:
