@@ -565,7 +565,10 @@ def test_continuations(lm, narrow, monkeypatch):
         assert error.value.path == path
     with pytest.raises(ProgramError):
         lm.loglikelihood([PROMPT, OTHER], [" a"])
-    for prompts, choices, path in ((PROMPT, " a", "edits[1].value"), ([OTHER, PROMPT], [" a", " b"], "prompt 0.edits[1].value")):
+    for prompts, choices, path in (
+        (PROMPT, " a", "edits[1].value"),
+        ([OTHER, PROMPT], [" a", " b"], "prompt 0.edits[1].value"),
+    ):
         with pytest.raises(pc.ShapeError) as wrong:  # the path is that of the argument, as in `run`
             lm.loglikelihood(prompts, choices, edits=[pc.Zero(pc.mlp_out[0]), pc.Add([1.0, 2.0], at=pc.embed)])
         assert wrong.value.path == path
