@@ -406,6 +406,14 @@ class TestSweep:
         del pairs[1]["positions"]
         file.write_text("\n".join(map(json.dumps, pairs)))
         assert "positions in all pairs" in failed(*SWEEP[:4], "--pairs", str(file))
+        for pair in pairs:
+            pair.pop("positions", None)
+        file.write_text("\n".join(map(json.dumps, pairs)))
+        status, output = run(*SWEEP[:4], "--pairs", str(file), "--positions", "-1", "--save", str(tmp_path / "shared"))
+        assert status == 0, output
+        shared = PatchSweepResult.load(tmp_path / "shared")  # the last token of each pair, as in the file
+        np.testing.assert_array_equal(shared.grid[..., 0], sweep.grid[..., 1])
+        assert shared.grid.shape[-1] == 1 < sweep.grid.shape[-1]
 
     def test_paths_of_several_pairs(self, tmp_path):
         pairs = [{"clean": SWEEP[5], "corrupt": corrupt, "answer": " Paris", "foil": " Rome", "positions": at}

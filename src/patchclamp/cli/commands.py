@@ -207,7 +207,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
         if missing := [field.name for field in required if field.required and field.name not in given]:
             raise ProgramError(f"missing option --{missing[0]}; or pass a file with --pairs", study.command)
         return {}
-    if twice := [name for name in kind.__struct_fields__ if name in given]:
+    if twice := [name for name in kind.__struct_fields__ if name in given and name != "positions"]:
         raise ProgramError(f"--{twice[0]} is not supported with --pairs, whose file contains it", "--pairs")
     from patchclamp.studies.inputs import lines_of
 
@@ -228,6 +228,8 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
         raise ProgramError(f"{file}: expected positions in all pairs or none", "--pairs")
     if all(without):
         del pairs["positions"]
+    elif "positions" in given:
+        raise ProgramError("--positions is not supported with --pairs, whose file contains them", "--pairs")
     elif study.command == "sweep":
         pairs["positions"] = by_label(pairs["positions"])
     return pairs
