@@ -197,8 +197,10 @@ class _Plan:
 
     def __init__(self, lm: LM, program: Program) -> None:
         self._lm, self._sites = lm, lm.sites
-        if program.capture:
-            raise ProgramError("expected a program without captures, which a checkpoint cannot make", "capture[0]")
+        if program.readout_path:
+            raise ProgramError(
+                "expected a program without captures, which a checkpoint cannot make", program.readout_path
+            )
         if not program.edits:
             raise ProgramError("expected at least one edit", "edits")
         rng = np.random.default_rng(1)

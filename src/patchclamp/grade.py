@@ -21,7 +21,6 @@ from patchclamp.engines.base import MAX_SCORES, Answer, Engine, Request
 from patchclamp.engines.grading import LOOK_EVERY_S, GradeJob, GradeTable, kl, log_softmax, refused_of, sequences_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, as_patchclamp_error
 from patchclamp.language import Program
-from patchclamp.language.ops import Readout
 from patchclamp.language.values import as_items
 from patchclamp.plan.bind import Bindings, Code, code_numbers
 from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, PositionRange, RunCode
@@ -85,10 +84,9 @@ def bound_job(
     bound: list[BoundProgram | None] = []
     read = [read_program(each, f"programs[{i}]") for i, each in enumerate(programs)]
     for i, program in enumerate(read):
-        for place, op in program.ops:
-            if isinstance(op, Readout):
-                message = "grades do not read captures of a program: pass sites as capture= of lm.grade"
-                raise ProgramError(message, f"programs[{i}].{place}")
+        if program.readout_path:
+            message = "grades do not read captures of a program: pass sites as capture= of lm.grade"
+            raise ProgramError(message, f"programs[{i}].{program.readout_path}")
         try:
             binding = bindings.of(program, name, prompt, max_tokens)
         except PatchclampError as error:

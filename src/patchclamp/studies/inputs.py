@@ -20,7 +20,7 @@ from patchclamp.engines.tokenizer import prompt_of
 from patchclamp.errors import PatchclampError, ProgramError, TokensError, UnsupportedSite, unknown
 from patchclamp.language import Op, Program, Range, Site
 from patchclamp.language import prompt as whole_prompt
-from patchclamp.language.ops import MAX_TOP, Readout
+from patchclamp.language.ops import MAX_TOP
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import SPECS, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
@@ -651,9 +651,8 @@ def edits_in(text: str) -> list[Op]:
     whole = isinstance(data, dict) and "edits" in data
     program = data if whole else {"edits": data if isinstance(data, list) else [data]}
     read = Program.from_json(json.dumps(program))
-    for path, op in read.ops:
-        if isinstance(op, Readout):
-            raise ProgramError(f"expected edits alone, got {type(op).__name__}, whose rows are not returned here", path)
+    if read.readout_path:
+        raise ProgramError("expected edits only, got a capture, whose rows are not returned here", read.readout_path)
     return list(read.edits)
 
 
