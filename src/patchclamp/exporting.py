@@ -197,8 +197,8 @@ class _Plan:
 
     def __init__(self, lm: LM, program: Program) -> None:
         self._lm, self._sites = lm, lm.sites
-        if program.capture:
-            raise ProgramError("a checkpoint cannot capture: remove the program's captures", "capture[0]")
+        if program.readout_path:
+            raise ProgramError("a checkpoint cannot capture: remove the program's captures", program.readout_path)
         if not program.edits:
             raise ProgramError("expected at least one edit", "edits")
         rng = np.random.default_rng(1)

@@ -84,8 +84,9 @@ def bound_job(
     bound: list[BoundProgram | None] = []
     read = [read_program(each, f"programs[{i}]") for i, each in enumerate(programs)]
     for i, program in enumerate(read):
-        if program.capture:
-            raise ProgramError("expected no captures: pass the sites as capture=", f"programs[{i}].capture")
+        if program.readout_path:
+            message = "grades do not read captures of a program: pass sites as capture= of lm.grade"
+            raise ProgramError(message, f"programs[{i}].{program.readout_path}")
         try:
             binding = bindings.of(program, name, prompt, max_tokens)
         except PatchclampError as error:

@@ -60,6 +60,7 @@ from patchclamp.errors import (
 )
 from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read_scores, read_top
 from patchclamp.language import Capture, Probe, Program, Site, every
+from patchclamp.language import prompt as prompt_tokens
 from patchclamp.language.conditions import ProbeCondition
 from patchclamp.language.ops import Scale
 from patchclamp.language.probes import activated
@@ -297,26 +298,32 @@ class LM:
                 jobs.append(self._grade_job(one, as_items(of, "programs"), terms, kl, top, bindings))
             except PatchclampError as error:
                 raise error.under(f"prompt {i}") if listed else error from None
-        if captures := capture is not None and (not isinstance(capture, (list, tuple)) or len(capture) > 0):
+        rows: list[Capture] = []
+        if capture is not None and (not isinstance(capture, (list, tuple)) or len(capture) > 0):
             wanted = Program.of((), capture)
             for path, op in wanted.ops:
                 if not isinstance(op, Capture) or op.at.name in DERIVED:
                     message = "grades capture only rows of sites: use lm.run for probes, lenses and attention"
                     raise ProgramError(message, path)
-            for one in prompts:  # check before anything runs
+                rows.append(msgspec.structs.replace(op, tokens=op.tokens & prompt_tokens))
+            for one in prompts:  # before anything runs
                 given = prompt_of(self.tokenizer, one.ids, one.text, one.chat, [])
                 bindings.of(wanted, self.engine.run_prefix + _key(), given, 1)
         grades = self.graded(jobs)
-        if captures:
+        if rows:
             given = messages if prompt is None else prompt
             name, options = ("messages", chat_template_kwargs) if prompt is None else ("prompt", None)
             calls = [{name: one, "chat_template_kwargs": options} for one in (given if listed else [given])]
-            grades = [msgspec.structs.replace(of, captured=self._captured(call, as_items(programs, ""), capture))
+            # a program may edit the tokens of a score alone: it runs as long as the longest score
+            longest = max((len(each) for each in scores), default=1)
+            grades = [msgspec.structs.replace(of, captured=self._captured(call, as_items(programs, ""), rows, longest))
                       for of, call, programs in zip(grades, calls, lists, strict=True)]  # fmt: skip
         return grades if listed else grades[0]
 
-    def _captured(self, call: Mapping[str, Any], programs: Sequence[Any], capture: Any) -> list[Captures | None]:
-        """Return the captures of each program on a prompt; None for a program that failed."""
+    def _captured(
+        self, call: Mapping[str, Any], programs: Sequence[Any], capture: Sequence[Capture], max_tokens: int
+    ) -> list[Captures | None]:
+        """Return the captures of each program on a prompt; None if it failed."""
         found: list[Captures | None] = []
         for begin in range(0, len(programs), CAPTURED_AT_ONCE):
             part = programs[begin : begin + CAPTURED_AT_ONCE]
@@ -324,7 +331,7 @@ class LM:
             several: dict[str, Any] = {
                 name: of if name == "chat_template_kwargs" else [of] * len(part) for name, of in call.items()
             }
-            runs: list[Run] = self.run(**several, max_tokens=1, edits=edits, capture=capture)
+            runs: list[Run] = self.run(**several, max_tokens=max_tokens, edits=edits, capture=capture)
             try:
                 fetched = iter(self.fetch([run for run in runs if run.error is None]))
                 found += [None if run.error is not None else next(fetched) for run in runs]
@@ -369,7 +376,11 @@ class LM:
             except PatchclampError as error:
                 raise type(error)(error.message, f"continuation[{i}]" if listed else "continuation") from None
             terms = [[(ids[:n], token) for n, token in enumerate(ids)] for ids in scores]
-            job = self._grade_job(one, [edits], terms, False, 0, bindings)
+            try:
+                job = self._grade_job(one, [edits], terms, False, 0, bindings)
+            except PatchclampError as error:  # the one program is `edits` here
+                named = type(error)(error.message, (error.path or "").removeprefix("programs[0].") or None)
+                raise named.under(f"prompt {i}") if listed else named from None
             jobs.append(msgspec.structs.replace(job, has_baseline=False))
         found: list[Any] = []
         for grades, several in zip(self.graded(jobs), are_several, strict=True):

@@ -101,7 +101,7 @@ def test_what_goes_wrong_is_its_runs_error_alone(lm):
         "KeyError: 'nothing here'": fails(KeyError("nothing here")), "Apply raised Unsaid": fails(Unsaid()),
         "got [9, 1]": lambda h: h.new_zeros(9, 1), "got NoneType": lambda h: None, "got str": lambda h: "rows",
         f"got [{WIDTH},": lambda h: h.t_(), f"got [8, {WIDTH}]": lambda h: h.repeat(2, 1), "NotImplementedError": lambda h: h.to("meta"),
-        "torch.sparse": lambda h: h.to_sparse(), "not finite": lambda h: h / 0.0,
+        "torch.sparse": lambda h: h.to_sparse(), "got torch.complex64": lambda h: torch.fft.fft(h), "not finite": lambda h: h / 0.0,
     }  # fmt: skip
     programs = [[pc.Zero(AT, pc.prompt[0]), pc.Apply(fn, AT, pc.prompt[1:] | pc.generated)] for fn in wrong.values()]
     prompts = [PROMPTS[0]] * len(wrong) + [PROMPTS[1]] * 2

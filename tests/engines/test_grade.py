@@ -521,6 +521,13 @@ def test_captured_rows(lm, monkeypatch):
     assert [[len(rows["embed"]) for rows in of.captured] for of in two] == [
         [len(lm.tokens(PROMPT))], [len(lm.tokens(OTHER))]
     ]  # fmt: skip
+    later = pc.Scale(0.5, at=pc.resid_post[1], tokens=pc.generated)  # edits the second token of the score alone
+    graded = lm.grade(PROMPT, [later, None], score=[[5, 6]], capture=[pc.resid_post, pc.logits])
+    assert abs(graded.logprobs[0, 0] - graded.logprobs[1, 0]) > 1e-4
+    for site in ("resid_post[2]", "logits"):
+        edited, unedited = (rows[site] for rows in graded.captured)
+        assert len(edited) == (1 if site == "logits" else len(lm.tokens(PROMPT)))
+        np.testing.assert_allclose(edited, unedited, atol=1e-4)
     assert lm.grade(PROMPT, programs[2:], score=[5]).captured is None
     lm.run(PROMPT, max_tokens=1)  # the next step frees what was released
     assert lm.engine.status()["captured_bytes"] <= before
@@ -558,6 +565,13 @@ def test_continuations(lm, narrow, monkeypatch):
         assert error.value.path == path
     with pytest.raises(ProgramError):
         lm.loglikelihood([PROMPT, OTHER], [" a"])
+    for prompts, choices, path in (
+        (PROMPT, " a", "edits[1].value"),
+        ([OTHER, PROMPT], [" a", " b"], "prompt 0.edits[1].value"),
+    ):
+        with pytest.raises(pc.ShapeError) as wrong:  # the path is that of the argument, as in `run`
+            lm.loglikelihood(prompts, choices, edits=[pc.Zero(pc.mlp_out[0]), pc.Add([1.0, 2.0], at=pc.embed)])
+        assert wrong.value.path == path
 
 
 def test_wrong_arguments(lm):
@@ -567,6 +581,8 @@ def test_wrong_arguments(lm):
         ({"programs": [[5]]}, ProgramError, "programs[0]"), ({"score": [[]]}, TokensError, "score[0]"),
         ({"score": {5, 6}}, TokensError, "score"),
         ({"programs": [pc.Program.of((), [pc.embed])]}, ProgramError, "programs[0].capture"),
+        ({"programs": [[], [pc.Zero(pc.embed), pc.Capture(pc.embed)]]}, ProgramError, "programs[1].edits[1]"),
+        ({"programs": [pc.Lens(pc.resid_post[1])]}, ProgramError, "programs[0].edits[0]"),
         ({"programs": [pc.Zero(pc.mlp_out[99])]}, pc.UnsupportedSite, "programs[0].edits[0].at"),
     ):  # fmt: skip
         with pytest.raises(kind) as caught:

@@ -406,6 +406,14 @@ class TestSweep:
         del pairs[1]["positions"]
         file.write_text("\n".join(map(json.dumps, pairs)))
         assert "positions in all pairs" in failed(*SWEEP[:4], "--pairs", str(file))
+        for pair in pairs:
+            pair.pop("positions", None)
+        file.write_text("\n".join(map(json.dumps, pairs)))
+        status, output = run(*SWEEP[:4], "--pairs", str(file), "--positions", "-1", "--save", str(tmp_path / "shared"))
+        assert status == 0, output
+        shared = PatchSweepResult.load(tmp_path / "shared")  # the last token of each pair, as in the file
+        np.testing.assert_array_equal(shared.grid[..., 0], sweep.grid[..., 1])
+        assert shared.grid.shape[-1] == 1 < sweep.grid.shape[-1]
 
     def test_paths_of_several_pairs(self, tmp_path):
         pairs = [{"clean": SWEEP[5], "corrupt": corrupt, "answer": " Paris", "foil": " Rome", "positions": at}
@@ -832,6 +840,22 @@ class TestRun:
                 assert json.loads(file.metadata()["positions"])["z[0, 1]"] == made.positions("z[0, 1]")
                 assert json.loads(file.metadata()["token_ids"]) == made.token_ids
 
+    def test_captures_with_selections(self, tmp_path):
+        from safetensors import safe_open
+
+        out = tmp_path / "captured.safetensors"
+        wanted = ["resid_post[2] @ prompt[-2:] | generated", 'z[0, 1] @ span("cat")', "resid_post[2]@prompt[-1]"]
+        status, output = run("run", "fake", "The cat sat", "--engine", "fake", "--max-tokens", "4", "--out", str(out),
+                             *(part for text in wanted for part in ("--capture", text)))  # fmt: skip
+        assert status == 0, output
+        with pc.LM("fake", prove=False) as lm, safe_open(out, "np") as file:
+            made = lm.run("The cat sat", max_tokens=4, capture=wanted)
+            assert 0 < len(made.positions("z[0, 1]")) < len(made.prompt_token_ids)
+            assert set(file.keys()) == {"resid_post[2]", "z[0, 1]"}
+            for site in ("resid_post[2]", "z[0, 1]"):
+                assert (file.get_tensor(site) == made[site]).all()
+                assert json.loads(file.metadata()["positions"])[site] == list(made.positions(site))
+
     def test_a_bank_a_chat_and_an_edit_without_effect(self, tmp_path):
         with pc.LM("fake", prove=False) as lm:
             lm.bank["quiet"] = pc.Scale(0.0, at="mlp_out")
@@ -853,6 +877,12 @@ class TestRun:
             (("--edit", "nowhere.json"), "--edit: cannot read nowhere.json"),
             (("--edit", '{"type": "zer", "at": "embed"}'), "edits[0].type: unknown op 'zer'"),
             (("--capture", "resid_pots", "--out", "x"), "--capture: "),
+            (("--capture", "embed @ prmpt", "--out", "x"), "--capture: "),
+            (("--edit", '{"type": "capture", "at": "embed"}'), "edits[0]: expected edits"),
+            (
+                ("--edit", '{"edits": [{"type": "zero", "at": "embed"}], "capture": ["embed"]}'),
+                "capture[0]: expected edits",
+            ),
         ],
     )
     def test_what_is_wrong_is_one_line(self, arguments, text, monkeypatch):

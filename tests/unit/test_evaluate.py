@@ -122,6 +122,7 @@ def test_named_and_conditional_variants_are_scored_as_single_runs(tmp_path):
     ([pc.Add("absent", pc.resid_post[1])], "variants[1].edits[0].value"),
     ([STEER, pc.Use("absent")], "variants[1].edits[1].name"),
     ([pc.Zero(pc.mlp_out[0], pc.prompt[50])], "variants[1].edits[0].tokens"),
+    ([STEER, pc.Capture(pc.embed)], "variants[1].edits[1]"),
     ([STEER, pc.When(pc.Probe(np.ones(16), at=pc.resid_post[9], name="p") > 0, [STEER])], "variants[1].edits[1].condition.at"),
 ])  # fmt: skip
 def test_a_program_that_does_not_fit_names_its_variant(edits, path):
@@ -177,7 +178,7 @@ def test_code_in_a_variant_is_not_resumed(tmp_path):
     ([SAMPLES[0], {"prompt": "a", "answer": "b"}], [None], "samples[1].choices"),
     ("arc_none", [None], "samples"),
     (SAMPLES, {1: None, "1": CUT}, "variants"),
-    (SAMPLES, [None, pc.Program.of(CUT, pc.resid_post[0])], "variants[1].capture"),
+    (SAMPLES, [None, pc.Program.of(CUT, pc.resid_post[0])], "variants[1].capture[0]"),
     ([{"prompt": "a", "choices": ["b"], "answer": 1}], [None], "samples[0].answer"),
     ([SAMPLES[0], {"prompt": "a", "choices": ["b"], "answer": "c"}], [None], "samples[1].answer"),
     ([{"prompt": "a", "answer": 0}], [None], "samples[0].answer"),

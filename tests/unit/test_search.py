@@ -228,6 +228,7 @@ def test_pictures_and_files(tmp_path):
     (lambda: pc.studies.search(LM, SPACE, OBJECTIVES[1], sampler="bruteforce", trials=2), "sampler"),
     (lambda: pc.studies.search(LM, SPACE, AnswerScore(prompts=PROMPTS, answer=" a", metric="recovered")), "metric"),
     (lambda: pc.studies.search(LM, Space(lambda x: [pc.resid_post], {"x": [1]}), OBJECTIVES[1]), "space.program"),
+    (lambda: pc.studies.search(LM, Space(lambda x: pc.Capture(pc.embed), {"x": [1]}), OBJECTIVES[1]), "space.program"),
     (lambda: pc.studies.search(LM, Space(lambda y: [], {"x": [1]}), OBJECTIVES[1]), "space.program"),
     (lambda: pc.studies.search(LM, SPACE, TextScore(prompts=PROMPTS, judge=lambda p, t: 1 / 0)), "judge.judge"),
 ])  # fmt: skip

@@ -207,7 +207,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
         if missing := [field.name for field in required if field.required and field.name not in given]:
             raise ProgramError(f"missing option --{missing[0]}; or pass a file with --pairs", study.command)
         return {}
-    if twice := [name for name in kind.__struct_fields__ if name in given]:
+    if twice := [name for name in kind.__struct_fields__ if name in given and name != "positions"]:
         raise ProgramError(f"--{twice[0]} is not supported with --pairs, whose file contains it", "--pairs")
     from patchclamp.studies.inputs import lines_of
 
@@ -228,6 +228,8 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
         raise ProgramError(f"{file}: expected positions in all pairs or none", "--pairs")
     if all(without):
         del pairs["positions"]
+    elif "positions" in given:
+        raise ProgramError("--positions is not supported with --pairs, whose file contains them", "--pairs")
     elif study.command == "sweep":
         pairs["positions"] = by_label(pairs["positions"])
     return pairs
@@ -437,7 +439,8 @@ def run(
     edit: Annotated[list[str] | None, typer.Option(
         help='An op as JSON, such as {"type": "zero", "at": "mlp_out[5]"}, a .json file, or named programs, such as '
              '"0.3 calm + 0.2 honest @ generated"; repeatable.')] = None,
-    capture: Annotated[list[str] | None, typer.Option(help="resid_post[12], 'z[5, 3]', …; repeatable.")] = None,
+    capture: Annotated[list[str] | None, typer.Option(
+        help="resid_post[12], 'z[5, 3] @ prompt[-1]', …; repeatable.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the captures into this safetensors file.")] = None,
     bank: Annotated[Path | None, typer.Option(help="A safetensors file of vectors and programs, by name.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as the user's turn of a chat.")] = False,
@@ -449,7 +452,6 @@ def run(
 ) -> None:  # fmt: skip
     """Run one prompt with edits and captures, and print its text."""
     from patchclamp.language import Program
-    from patchclamp.language.site import parse_site
     from patchclamp.studies.inputs import edits_in
 
     if capture and out is None:
@@ -459,22 +461,31 @@ def run(
     check_file(out, "--out")
     check_engine(engine)
     edits = [op for text in edit or () for op in under("--edit", edits_in, text)]
-    for text in capture or ():
-        under("--capture", parse_site, text)
+    captures = [under("--capture", read_capture, text) for text in capture or ()]
     options = read_options(option, dtype)
     with loaded(model, engine, options, prove=False) as lm:
         if bank is not None:
             under("--bank", lm.bank.load, bank)
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-        made = lm.run(**asked, edits=Program.of(edits).edits, capture=capture or (), max_tokens=max_tokens,
+        made = lm.run(**asked, edits=Program.of(edits).edits, capture=captures, max_tokens=max_tokens,
                       temperature=temperature)  # fmt: skip
         OUT.print(Text(made.text), soft_wrap=True)
         if out is not None:
-            captured = [ref for text in capture or () for ref in made.refs(text)]
+            captured = list(dict.fromkeys(ref for one in captures for ref in made.refs(one.at)))
             save_captures(made, captured, out)
             OUT.print(f"wrote {out}: {', '.join(captured)}", soft_wrap=True)
     for path in made.idle_edits:
         ERR.print(f"note: {path} acted on no token", soft_wrap=True)
+
+
+def read_capture(text: str) -> Any:
+    """Parse a site, or a site with the tokens to capture: z[5, 3] @ prompt[-1]."""
+    from patchclamp.language.ops import as_capture
+
+    try:
+        return as_capture(text)
+    except PatchclampError as error:
+        raise type(error)(error.message) from None  # the option is its path
 
 
 def save_captures(made: Any, captured: list[str], path: Path) -> None:

@@ -29,7 +29,7 @@ def check_outside() -> None:
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
     """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
-    Raises `RunError` for an exception of the code, and for a result of the wrong shape.
+    Raises `RunError` for an exception of the code, and for a result of the wrong shape or of complex numbers.
     """
     import torch
 
@@ -48,6 +48,8 @@ def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> to
                 raise TypeError(
                     f"expected a result tensor {list(rows.shape)}, got {list(result.shape)}, {result.layout}"
                 )
+            if result.is_complex():  # conversion to the rows' dtype would discard the imaginary part
+                raise TypeError(f"expected a result of real numbers, got {result.dtype}: return its .real or .abs()")
             return result.detach().to(device=rows.device, dtype=rows.dtype, copy=True)
     except BaseException as error:  # even SystemExit must not end the engine
         raise RunError(f"{code.what} raised {type(error).__name__}{_text_of(error)}", code.path) from error

@@ -75,6 +75,11 @@ class Program(PublicStruct, frozen=True):
         yield from ((f"capture[{i}]", op) for i, op in enumerate(self.capture))
 
     @property
+    def readout_path(self) -> str:
+        """The path of the first readout, among edits or captures; "" if nothing is read."""
+        return next((path for path, op in self.ops if isinstance(op, Readout)), "")
+
+    @property
     def probes(self) -> dict[str, Probe]:
         """The probes by name, including those in conditions. Raises `ProgramError` for a duplicate name."""
         return self._beside(())

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from patchclamp.errors import EngineError, MissingSource, PatchclampError, ProgramError, ShapeError, near
-from patchclamp.language import Op, Program, Readout, Site, Use, Vector, When
+from patchclamp.language import Op, Program, Site, Use, Vector, When
 from patchclamp.language.program import to_dict
 from patchclamp.language.tokens import Tokens
 from patchclamp.language.values import ValueLike, as_file, as_items, check_name
@@ -304,7 +304,7 @@ def as_entry(entry: Any) -> Entry:
         entry = edits()
     if isinstance(entry, Program) or _is_edits(entry):
         program = entry if isinstance(entry, Program) else Program.of(entry)
-        if program.capture or not program.edits or any(isinstance(op, Readout) for op in program.edits):
+        if program.readout_path or not program.edits:
             raise ProgramError("expected a program with edits and without captures")
         if any(isinstance(op, When) for op in program.edits):
             raise ProgramError("expected edits without conditions, got pc.When: pass it in edits= instead of by name")

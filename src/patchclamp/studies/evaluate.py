@@ -120,8 +120,10 @@ def _variants(value: Any, path: str) -> dict[str, Program]:
     read: dict[str, Program] = {}
     for i, one in enumerate(programs):
         program = read_program(None if one == () else one, f"{path}[{i}]")
-        if program.capture:
-            raise ProgramError("expected a program with edits only, got captures", f"{path}[{i}].capture")
+        if program.readout_path:
+            raise ProgramError(
+                "expected a program with edits only, got captures", f"{path}[{i}].{program.readout_path}"
+            )
         name = names[i] if names else f"{i}" if program or "unedited" in read else "unedited"
         if name in read:
             raise ProgramError(f"duplicate name {name!r}", path)

@@ -650,7 +650,10 @@ def edits_in(text: str) -> list[Op]:
         raise ProgramError(f"expected an op as JSON, or a .json file, got {text!r:.100}: {error}") from None
     whole = isinstance(data, dict) and "edits" in data
     program = data if whole else {"edits": data if isinstance(data, list) else [data]}
-    return list(Program.from_json(json.dumps(program)).edits)
+    read = Program.from_json(json.dumps(program))
+    if read.readout_path:
+        raise ProgramError("expected edits only, got a capture, whose rows are not returned here", read.readout_path)
+    return list(read.edits)
 
 
 def sae_of(text: str) -> SAE | str:

@@ -115,7 +115,7 @@ class Space(PublicStruct, frozen=True):
         except Exception as error:
             what = error.message if isinstance(error, PatchclampError) else f"{type(error).__name__}: {error}"
             raise ProgramError(f"the function failed with {dict(settings)}: {what}", "space.program") from error
-        if program.capture:
+        if program.readout_path:
             raise ProgramError("expected a program with edits only, got captures", "space.program")
         return program
 
