@@ -272,6 +272,7 @@ class TestWords:
     def test_signed_and_percent(self):
         assert (style.signed(0.5), style.signed(-0.5)) == ("+0.50", "−0.50")
         assert (style.percent(0.931), style.percent(-0.1), style.percent(None)) == ("93 %", "−10 %", "–")
+        assert [*map(style.percent, (0.0, 0.0094, -0.004, 0.0999))] == ["0 %", "0.9 %", "−0.4 %", "10 %"]
 
     @pytest.mark.parametrize(("numbers", "text"), [((3,), "3"), ((3, 4, 5), "3–5"), ((3, 7), "3, 7")])
     def test_positions(self, numbers: tuple[int, ...], text: str):
@@ -427,8 +428,25 @@ class TestPicture:
         ends = dict(zip(bar.tickvals, bar.ticktext, strict=True))
         assert ends[4.0 * sign].startswith("≥" if sign > 0 else "≤") == (extend in ("max", "both"))
         assert ends[4.0 * sign].endswith(f"clean {style.number(4.0 * sign)}")
-        assert (-10.0 * sign in ends) == (extend in ("min", "both"))
+        weak = [text for value, text in ends.items() if value * sign < -3.0]  # where the cells or the scale end
+        assert [text[0] in "≤≥" for text in weak] == [extend in ("min", "both")] * (low is not None)
         assert ends[-3.0 * sign] == f"corrupt {style.number(-3.0 * sign)}"
+
+    def test_the_colour_bar_has_the_colours_that_cells_have(self):
+        sweep = make_sweep(clean=0.9, corrupt=0.1, metric="prob")
+        (bar,) = [axes for axes in sweep.picture().draw().axes if hasattr(axes, "_colorbar")]
+        assert bar.get_xlim() == (0.1, 0.9)  # and no probability below 0, where the scale ends
+        equal = msgspec.structs.replace(sweep, values=np.full_like(sweep.values, 0.1), clean=0.1).picture()
+        assert equal.reach == (equal.scale.low, equal.scale.high)
+
+    def test_the_caption_names_the_size_of_a_window(self):
+        sweep = make_sweep(layers=6)
+        rows = [
+            Row(row.site, row.layer, layers=tuple(range(max(row.layer - 1, 0), row.layer + 2))) for row in sweep.rows
+        ]
+        wide = msgspec.structs.replace(sweep, rows=tuple(rows))
+        assert "covers 3 adjacent layers" in said(wide.picture().draw())
+        assert "adjacent layers" not in said(sweep.picture().draw())
 
     def test_the_caption_names_the_marks_that_are_drawn(self):
         small, large = (said(with_grid(make_sweep(layers=layers), _0_2_3=4.0).picture().draw()) for layers in (4, 30))
@@ -459,6 +477,8 @@ class TestPicture:
         small, large = make_sweep(layers=4), make_sweep(layers=30)
         texts = [len(heatmaps(sweep.picture().draw())["resid_pre"][0].texts) for sweep in (small, large)]
         assert texts == [24, 0]
+        tiny = with_grid(make_sweep(clean=4e-6, corrupt=1e-6), _0_2_3=3.14e-6).picture().draw()
+        assert "3.1 × 10⁻⁶" in [text.get_text() for text in heatmaps(tiny)["resid_pre"][0].texts]
 
     def test_the_extension_is_the_format(self, tmp_path):
         assert save_picture(make_sweep().picture(), tmp_path / "a.svg").read_text().startswith("<?xml")
@@ -595,6 +615,9 @@ class TestPage:
         assert "<img" not in dom
 
     def test_notebooks_show_the_figure(self):
+        figure, picture = make_sweep().figure(), make_sweep().picture()
+        assert figure.layout.title.text == style.html_text(picture.title)
+        assert picture.figure().layout.title.text is None  # a page has it above
         assert "plotly" in make_sweep()._repr_html_()
 
 

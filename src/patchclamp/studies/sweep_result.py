@@ -449,6 +449,8 @@ def _note(sweep: Sweep) -> str:
     trace = sweep if isinstance(sweep, CausalTraceResult) else None
     if trace is not None:
         notes.append(f"Noise of standard deviation {number(trace.std)} on the embeddings of the subject.")
+    if (window := max(len(row.layers) for row in sweep.rows)) > 1:
+        notes.append(f"Each cell covers {window} adjacent layers around its own, fewer at the ends.")
     if units > 1:
         of = f"{pairs} prompts" if sweep.corrupt is None or trace is not None else f"{pairs} pairs of prompts"
         if trace is not None:
