@@ -546,8 +546,11 @@ class TestPage:
             assert [bool(text) for row in trace.customdata for text in row] == (
                 ~np.isnan(panel.values)
             ).ravel().tolist()
-        scale, axis = sweep.picture().scale, sweep.picture().figure().layout.coloraxis
-        assert (axis.cmin, axis.cmax) == (scale.low, scale.high)
+        picture, axis = sweep.picture(), sweep.picture().figure().layout.coloraxis
+        assert (axis.cmin, axis.cmax) == picture.reach
+        at = (picture.baseline.value - axis.cmin) / (axis.cmax - axis.cmin)  # white, wherever it is in the bar
+        _, colour = min(axis.colorscale, key=lambda stop: abs(stop[0] - at))
+        assert min(map(int, re.findall(r"\d+", colour))) > 235
 
     def test_a_cell_says_its_place_and_numbers(self):
         sweep = with_grid(make_sweep(clean=4.0, corrupt=-4.0), _0_2_1=2.0)

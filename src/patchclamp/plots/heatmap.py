@@ -399,7 +399,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         tall = [max(len(panel.rows) for panel in self.panels[i * across : (i + 1) * across]) for i in range(down)]
         intervals = self.intervals
         tall += [len(intervals)] if intervals else []
-        height = sum(max(20 * rows, 40) + 120 for rows in tall) + 60
+        height = sum(max(20 * rows, 40) + 140 for rows in tall) + 40
         titles = [style.html_text(panel.name) for panel in self.panels]
         specs = [[{} if i * across + j < len(titles) else None for j in range(across)] for i in range(down)]
         if intervals:
@@ -407,7 +407,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             specs.append([{"colspan": across}, *[None] * (across - 1)])
         figure = subplots.make_subplots(
             len(specs), across, specs=specs, subplot_titles=titles, row_heights=[max(rows, 2) for rows in tall],
-            horizontal_spacing=min(0.06, 0.8 / across), vertical_spacing=110 / height,
+            horizontal_spacing=min(0.06, 0.8 / across), vertical_spacing=130 / height,
         )  # fmt: skip
         best, scale = self.ranked(1), self.scale
         for i, panel in enumerate(self.panels):
@@ -443,8 +443,11 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             near = next((value for value in ticks if abs(value - end) < 0.1 * scale.half), end)
             prefix = f"{sign} " if clipped else ""  # plotly's colour bars have no pointed ends
             ticks[near] = prefix + ticks.get(near, number(end))
+        low, high = self.reach
+        shares = (np.linspace(low, high, 101) - scale.low) / (2 * scale.half)
+        shades = style.need("plotly.colors").sample_colorscale(list(scale.colours), np.clip(shares, 0, 1).tolist())
         figure.update_layout(
-            coloraxis={"colorscale": scale.colours, "cmin": scale.low, "cmax": scale.high,
+            coloraxis={"colorscale": shades, "cmin": low, "cmax": high,
                        "colorbar": {"title": {"text": self.metric, "side": "right"}, "y": 1, "yanchor": "top",
                                     "lenmode": "pixels", "len": min(height - 60, 420),
                                     "tickvals": list(ticks), "ticktext": list(ticks.values())}},

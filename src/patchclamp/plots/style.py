@@ -235,7 +235,7 @@ body {{ font: 15px/1.5 {PAGE_FONT}; color: {INK}; margin: 2rem auto; max-width: 
 h1 {{ font-size: 1.35rem; margin-bottom: 0; }} h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .4rem; }}
 .made {{ color: {MUTED}; margin-top: .2rem; }} table {{ border-collapse: collapse; font-size: 14px; }}
 td, th {{ padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid {RULE}; }}
-.tokens {{ line-height: 1.4; }} .wide {{ overflow-x: auto; }} .plot {{ min-width: 720px; }}
+.tokens {{ line-height: 1.4; }} .wide {{ overflow-x: auto; }} .plot {{ min-width: 960px; }}
 .token {{ display: inline-block; background: {BLANK}; border-radius: 3px; padding: 1px 4px; margin: 0 3px 4px 0; }}
 .token sub {{ color: {MUTED}; font-size: 10px; }}
 .clean .differs {{ background: {CLEAN}; color: white; }} .corrupt .differs {{ background: {CORRUPT}; color: white; }}
