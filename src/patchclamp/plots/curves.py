@@ -198,9 +198,9 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
                       clip_on=False)  # fmt: skip
         if chart.level is not None:
             axes.axhline(chart.level, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=chart.level_label)
-        if chart.y_log:
+        if (powers := chart.log_ticks) is not None:
             axes.set_yscale("log")
-            axes.set_yticks(chart.log_ticks)
+            axes.set_yticks(powers)
             axes.yaxis.set_minor_locator(NullLocator())
         else:
             axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))

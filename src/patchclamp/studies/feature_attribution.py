@@ -87,7 +87,9 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
                 values[best.index(feature), position] = value
         rows = [(str(each.feature), "all" if each.position < 0 else tokens[each.position], style.number(each.value),
                  style.signed(each.estimate), style.signed(each.exact)) for each in frame.itertuples()]  # fmt: skip
-        of = f"{self.metric} of {style.quoted(self.answer)}" + (f" − {style.quoted(self.foil)}" if self.foil else "")
+        words = {"logit_diff": "logit difference", "logprob": "log-probability", "prob": "probability"}
+        foil = "" if self.foil is None else f" − {style.quoted(self.foil)}"
+        of = f"{words.get(self.metric, self.metric)} of {style.quoted(self.answer)}{foil}"
         shares = self.faithfulness[None]
         return TokenGrid(
             title=f"Features by their effect on the {of}", provenance=self.verified_on.where, prompt=self.prompt_tokens,
