@@ -402,6 +402,15 @@ class TestPicture:
         assert outlines(shown["attn_out"][0]) == {(2.5, 1.5)}
         assert not outlines(shown["resid_pre"][0])
 
+    def test_where_every_effect_is_noise_no_cell_is_outlined(self):
+        sweep = make_sweep()
+        equal = msgspec.structs.replace(sweep, values=np.full_like(sweep.values, -3.0)).picture()
+        assert "(outlined)" not in said(equal.draw())
+        assert "below 1 %" in equal.title
+        nothing = msgspec.structs.replace(sweep, values=np.full_like(sweep.values, np.nan)).picture()
+        assert "below 1 %" not in nothing.title
+        assert "not run" in said(nothing.draw())
+
     def test_a_dot_marks_every_cell_that_is_not_above_the_noise_floor(self):
         sweep = with_grid(make_sweep(layers=30), _0_2_3=4.0, _0_7_1=-3.5)
         ((axes, _),) = heatmaps(sweep.picture().draw()).values()

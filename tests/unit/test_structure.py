@@ -181,7 +181,7 @@ def test_every_public_name_is_there():
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
     "language": (3_995, 12), "sites": (2_046, 4), "plan": (4_708, 10), "kernels": (1_868, 12), "store": (1_841, 7),
     "runtime": (3_063, 10), "engines": (4_408, 13), "engines/vllm": (9_051, 26), "trace": (2_439, 5),
-    "studies": (13_913, 40), "plots": (1_701, 7), "serve": (4_385, 16), "cli": (1_325, 4), "": (5_627, 14),
+    "studies": (13_913, 40), "plots": (1_706, 7), "serve": (4_385, 16), "cli": (1_325, 4), "": (5_627, 14),
 }  # fmt: skip
 
 

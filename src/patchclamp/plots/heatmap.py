@@ -264,6 +264,11 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             return sorted(spots, key=lambda spot: -abs(self.effect(spot.value)))[:count]
         return sorted(spots, key=lambda spot: -self.towards * spot.value)[:count]
 
+    @property
+    def outlined(self) -> list[HeatmapCell]:
+        """The best cell, unless its effect is within the noise floor."""
+        return [spot for spot in self.ranked(1) if not self.faint(np.array(spot.value))]
+
     def cell_name(self, spot: HeatmapCell) -> tuple[str, str]:
         """Return the place of a cell and its label."""
         return self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
@@ -271,7 +276,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
     def _notes(self, numbers: bool) -> list[str]:
         """Return the sentences below the picture. `numbers`: True if cells have room for their values."""
         notes = []
-        for best in self.ranked(1):
+        for best in self.outlined:
             (row, label), part = self.cell_name(best), self.share(best.value)
             name = "Largest effect" if self.goal is None else "Best"
             effect = f"effect {signed(self.effect(best.value))}" if part is None or self.goal is None else (
@@ -316,7 +321,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         grid = np.array([[figure.add_subplot(places[i, j]) for j in range(across)] for i in range(len(lines))])
         if intervals:
             self._draw_intervals(figure.add_subplot(places[len(lines), :]), intervals)
-        best = self.ranked(1)
+        best = self.outlined
         for i, axes in enumerate(grid.flat):
             if i >= len(self.panels):
                 axes.set_axis_off()
@@ -409,7 +414,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             len(specs), across, specs=specs, subplot_titles=titles, row_heights=[max(rows, 2) for rows in tall],
             horizontal_spacing=min(0.06, 0.8 / across), vertical_spacing=130 / height,
         )  # fmt: skip
-        best, scale = self.ranked(1), self.scale
+        best, scale = self.outlined, self.scale
         for i, panel in enumerate(self.panels):
             at = {"row": i // across + 1, "col": i % across + 1}
             if panel.coarse is not None:
