@@ -667,7 +667,7 @@ class TestFitProbe:
         assert status == 0, output
         result = pc.studies.FitProbeResult.load(files["st"])
         assert (result.classes, result.layers, result.pool) == (("sad", "glad"), (1, 2), None)
-        assert "Probes of glad against sad" in output
+        assert "Probes for glad against sad" in output
         assert result.summary in output
         assert f"{result.log_loss[0]:.2f}" in output
         assert all(path.stat().st_size > 500 for path in files.values())
@@ -699,7 +699,7 @@ def test_fit_lens_prints_and_writes_what_it_measured(tmp_path):
     assert status == 0, output
     result = pc.studies.FitLensResult.load(files["safetensors"])
     assert result.layers == (0, 1)
-    assert "A tuned lens of resid_post" in output
+    assert "Tuned lens at resid_post" in output
     assert f"{result.kl[0]:.2f}" in output
     assert all(path.stat().st_size > 500 for path in files.values())
     assert failed(*command, "--kind", "logit").startswith("error: --kind: unknown kind 'logit'")
@@ -722,7 +722,7 @@ class TestSteer:
         assert status == 0, output
         vectors = pc.studies.SteeringVectors.load(files["st"])
         assert f"Best: layer {vectors.best}." in output
-        assert "nats by a scale of 1" in output
+        assert "nats per scale" in output
         assert all(path.stat().st_size > 200 for path in files.values())
         read = pc.studies.SteeringVectors.from_gguf(files["gguf"])
         assert read.layers == vectors.layers == (1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -87,6 +88,16 @@ def test_the_span_holds_lines_spreads_and_the_level():
     assert flat.span == (2.5, 3.5)
     nothing = Chart("a", "b", (Curve("c", np.array([1.0]), np.array([np.nan])),))
     assert nothing.span == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("span", "ticks"), [
+    ((3.0, 60.0), [5, 10, 20, 50]), ((0.5, 2000.0), [1, 10, 100, 1000]), ((1.0, 100.0), [1, 2, 5, 10, 20, 50, 100]),
+    ((2.1, 2.4), [2.1, 2.4]),
+])  # fmt: skip
+def test_a_logarithmic_axis_has_round_ticks(span: tuple[float, float], ticks: list[float]):
+    chart = Chart("a", "b", (Curve("c", np.array([1.0]), np.array([3.0])),), y_log=True, y_range=span)
+    assert chart.log_ticks == pytest.approx(ticks)
+    assert msgspec.structs.replace(chart, y_log=False).log_ticks is None
 
 
 # -- the picture

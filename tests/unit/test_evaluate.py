@@ -53,7 +53,10 @@ def test_intervals_are_of_paired_differences():
     assert (row["difference"], row["low"], row["high"]) == (difference, low, high)
     spread = (result.values[2, 1] - result.values[2, 0]).std() / 2  # standard error of four samples
     assert high - low == pytest.approx(2 * 1.96 * spread, rel=0.3)
-    assert result.picture().panels[0].values.shape == (3, 3)
+    panel = result.picture().panels[2]
+    assert panel.rows == ("same", "cut", "plain")  # the first variant is at the top
+    assert panel.values[:, 0].tolist() == [0.0, difference, 0.0]
+    assert panel.texts[2] == (panel.texts[2][0].partition(" (")[0],)  # the reference has no interval
 
 
 def test_samples_come_from_a_file_and_texts_have_no_choices(tmp_path):

@@ -272,6 +272,7 @@ class TestWords:
     def test_signed_and_percent(self):
         assert (style.signed(0.5), style.signed(-0.5)) == ("+0.50", "−0.50")
         assert (style.percent(0.931), style.percent(-0.1), style.percent(None)) == ("93 %", "−10 %", "–")
+        assert [*map(style.percent, (0.0, 0.0094, -0.004, 0.0999))] == ["0 %", "0.9 %", "−0.4 %", "10 %"]
 
     @pytest.mark.parametrize(("numbers", "text"), [((3,), "3"), ((3, 4, 5), "3–5"), ((3, 7), "3, 7")])
     def test_positions(self, numbers: tuple[int, ...], text: str):
@@ -401,6 +402,15 @@ class TestPicture:
         assert outlines(shown["attn_out"][0]) == {(2.5, 1.5)}
         assert not outlines(shown["resid_pre"][0])
 
+    def test_where_every_effect_is_noise_no_cell_is_outlined(self):
+        sweep = make_sweep()
+        equal = msgspec.structs.replace(sweep, values=np.full_like(sweep.values, -3.0)).picture()
+        assert "(outlined)" not in said(equal.draw())
+        assert "below 1 %" in equal.title
+        nothing = msgspec.structs.replace(sweep, values=np.full_like(sweep.values, np.nan)).picture()
+        assert "below 1 %" not in nothing.title
+        assert "not run" in said(nothing.draw())
+
     def test_a_dot_marks_every_cell_that_is_not_above_the_noise_floor(self):
         sweep = with_grid(make_sweep(layers=30), _0_2_3=4.0, _0_7_1=-3.5)
         ((axes, _),) = heatmaps(sweep.picture().draw()).values()
@@ -427,8 +437,25 @@ class TestPicture:
         ends = dict(zip(bar.tickvals, bar.ticktext, strict=True))
         assert ends[4.0 * sign].startswith("≥" if sign > 0 else "≤") == (extend in ("max", "both"))
         assert ends[4.0 * sign].endswith(f"clean {style.number(4.0 * sign)}")
-        assert (-10.0 * sign in ends) == (extend in ("min", "both"))
+        weak = [text for value, text in ends.items() if value * sign < -3.0]  # where the cells or the scale end
+        assert [text[0] in "≤≥" for text in weak] == [extend in ("min", "both")] * (low is not None)
         assert ends[-3.0 * sign] == f"corrupt {style.number(-3.0 * sign)}"
+
+    def test_the_colour_bar_has_the_colours_that_cells_have(self):
+        sweep = make_sweep(clean=0.9, corrupt=0.1, metric="prob")
+        (bar,) = [axes for axes in sweep.picture().draw().axes if hasattr(axes, "_colorbar")]
+        assert bar.get_xlim() == (0.1, 0.9)  # and no probability below 0, where the scale ends
+        equal = msgspec.structs.replace(sweep, values=np.full_like(sweep.values, 0.1), clean=0.1).picture()
+        assert equal.reach == (equal.scale.low, equal.scale.high)
+
+    def test_the_caption_names_the_size_of_a_window(self):
+        sweep = make_sweep(layers=6)
+        rows = [
+            Row(row.site, row.layer, layers=tuple(range(max(row.layer - 1, 0), row.layer + 2))) for row in sweep.rows
+        ]
+        wide = msgspec.structs.replace(sweep, rows=tuple(rows))
+        assert "covers 3 adjacent layers" in said(wide.picture().draw())
+        assert "adjacent layers" not in said(sweep.picture().draw())
 
     def test_the_caption_names_the_marks_that_are_drawn(self):
         small, large = (said(with_grid(make_sweep(layers=layers), _0_2_3=4.0).picture().draw()) for layers in (4, 30))
@@ -459,6 +486,8 @@ class TestPicture:
         small, large = make_sweep(layers=4), make_sweep(layers=30)
         texts = [len(heatmaps(sweep.picture().draw())["resid_pre"][0].texts) for sweep in (small, large)]
         assert texts == [24, 0]
+        tiny = with_grid(make_sweep(clean=4e-6, corrupt=1e-6), _0_2_3=3.14e-6).picture().draw()
+        assert "3.1 × 10⁻⁶" in [text.get_text() for text in heatmaps(tiny)["resid_pre"][0].texts]
 
     def test_the_extension_is_the_format(self, tmp_path):
         assert save_picture(make_sweep().picture(), tmp_path / "a.svg").read_text().startswith("<?xml")
@@ -526,8 +555,11 @@ class TestPage:
             assert [bool(text) for row in trace.customdata for text in row] == (
                 ~np.isnan(panel.values)
             ).ravel().tolist()
-        scale, axis = sweep.picture().scale, sweep.picture().figure().layout.coloraxis
-        assert (axis.cmin, axis.cmax) == (scale.low, scale.high)
+        picture, axis = sweep.picture(), sweep.picture().figure().layout.coloraxis
+        assert (axis.cmin, axis.cmax) == picture.reach
+        at = (picture.baseline.value - axis.cmin) / (axis.cmax - axis.cmin)  # white, wherever it is in the bar
+        _, colour = min(axis.colorscale, key=lambda stop: abs(stop[0] - at))
+        assert min(map(int, re.findall(r"\d+", colour))) > 235
 
     def test_a_cell_says_its_place_and_numbers(self):
         sweep = with_grid(make_sweep(clean=4.0, corrupt=-4.0), _0_2_1=2.0)
@@ -595,6 +627,9 @@ class TestPage:
         assert "<img" not in dom
 
     def test_notebooks_show_the_figure(self):
+        figure, picture = make_sweep().figure(), make_sweep().picture()
+        assert figure.layout.title.text == style.html_text(picture.title)
+        assert picture.figure().layout.title.text is None  # a page has it above
         assert "plotly" in make_sweep()._repr_html_()
 
 

@@ -156,7 +156,7 @@ def test_a_run_that_fails_is_a_trial_without_a_value(monkeypatch):
     assert np.isnan(result.values[1, 0])
     assert "it failed" in result.failed[1]
     assert result.front == [0]
-    assert "1 trials failed" in " ".join(result.picture().notes)
+    assert "1 of 2 trials failed" in " ".join(result.picture().notes)
 
 
 def test_it_resumes_and_refuses_another_function(tmp_path, monkeypatch):
@@ -199,6 +199,9 @@ def test_pictures_and_files(tmp_path):
     assert pc.studies.load(result.save(tmp_path / "s.safetensors")).settings == result.settings
     picture = result.picture()
     assert picture.reference == (0.0, result.unedited[0])
+    assert [picture.y_label.endswith("(higher is better)"), picture.x_label.endswith("(lower is better)")] == [
+        goal == better for goal, better in zip(result.goals, ("maximize", "minimize"), strict=True)
+    ]
     np.testing.assert_array_equal(picture.points, result.values[:, ::-1])
     assert (np.diff(picture.points[list(picture.front), 0]) > 0).all()
     assert result.plot(tmp_path / "s.png").stat().st_size > 5_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -101,6 +102,19 @@ class TestPicture:
         assert beside.get_size_inches()[0] > below.get_size_inches()[0]
         assert beside.get_size_inches()[1] < below.get_size_inches()[1]
 
+    @pytest.mark.filterwarnings("error:constrained_layout not applied")
+    @pytest.mark.parametrize("panels", [
+        [make(rows=1, columns=1), make(rows=1, columns=1), make(rows=3, columns=60, texts=("a token",))],
+        [msgspec.structs.replace(make(rows=2, columns=1, name=name), rows=("a", "long name " * 6)) for name in ("p", "q", "r")],
+    ])  # fmt: skip
+    def test_panels_of_any_size_have_room(self, panels):
+        of = grid(*panels)
+        names = [text for text in self.drawn(of) if text.startswith("long name")]
+        assert len(names) == sum("long name " * 6 in panel.rows for panel in panels)
+        assert max(map(len, names), default=0) <= 24
+        axes = [each for each in of.draw().axes if each.get_title(loc="left")]
+        assert all(each.get_position().width > 0.1 for each in axes)
+
     def test_outlined_cells_are_framed(self):
         figure = grid(make(outlined=((1, 2),))).draw()
         frames = [
@@ -123,7 +137,7 @@ class TestPage:
         assert np.array_equal(np.array(first.z, float), panel.values, equal_nan=True)
         assert np.array_equal(np.array(second.z, float), panel.values, equal_nan=True)
         assert [list(row) for row in first.text] == [[style.html_text(t) for t in row] for row in panel.texts or ()]
-        assert first.customdata[1][0].startswith("layer 1,  Paris: 1.00<br>")
+        assert first.customdata[1][0].startswith("layer 1, token  Paris: 1.00<br>")
         axis = of.figure().layout.coloraxis
         assert (axis.cmin, axis.cmax) == (0.25, 1.0)
         assert [(shape.x0, shape.y0) for shape in of.figure().layout.shapes] == [(-0.5, 0.5)] * 2

@@ -98,6 +98,7 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             zmax=high, aspect="auto", color_continuous_scale=colours, facet_col_spacing=0.02,
             facet_row_spacing=30 / height, labels={"x": "key", "y": "query", "color": ""},
         )  # fmt: skip
+        figure.update_traces(hovertemplate="query %{y} → key %{x}: %{z:.3g}<extra></extra>")
         figure.for_each_annotation(lambda text: text.update(text=self.names[int(text.text.partition("=")[2])]))
         if count == 1:
             labels = [style.html_text(shorten(visible(token), LONGEST_LABEL)) for token in self.tokens]

@@ -100,6 +100,17 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
         margin = 0.06 * (high - low) or 0.5
         return low - margin, high + margin
 
+    @property
+    def log_ticks(self) -> list[float] | None:
+        """1, 2 and 5 times each power of ten on a logarithmic axis, or the powers alone if it is long; else None."""
+        if not self.y_log:
+            return None
+        low, high = self.span
+        factors = (1, 2, 5) if high / low < 1000 else (1,)
+        powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+        found = [n * 10.0**power for power in powers for n in factors if low <= n * 10.0**power <= high]
+        return found if len(found) > 1 else [low, high]
+
 
 class Curves(msgspec.Struct, frozen=True, eq=False):
     """Charts that share a horizontal axis, unless they have their own, with sentences below them."""
@@ -187,8 +198,9 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
                       clip_on=False)  # fmt: skip
         if chart.level is not None:
             axes.axhline(chart.level, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=chart.level_label)
-        if chart.y_log:
+        if (powers := chart.log_ticks) is not None:
             axes.set_yscale("log")
+            axes.set_yticks(powers)
             axes.yaxis.set_minor_locator(NullLocator())
         else:
             axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
@@ -242,7 +254,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
             low, high = chart.span
             span = [math.log10(low), math.log10(high)] if chart.y_log else [low, high]
             figure.update_yaxes(type="log" if chart.y_log else "linear", range=span, gridcolor=RULE,
-                                title_text=style.html_text(chart.y_label), **at)  # fmt: skip
+                                tickvals=chart.log_ticks, title_text=style.html_text(chart.y_label), **at)  # fmt: skip
             top = figure.get_subplot(row, 1).yaxis.domain[1]
             figure.update_layout({legend: {"y": top, "yanchor": "top"}})
             places, texts = zip(*axis.ticks(), strict=True)

@@ -192,6 +192,14 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return bool((shown < scale.low - slack).any()), bool((shown > scale.high + slack).any())
 
     @property
+    def reach(self) -> tuple[float, float]:
+        """The part of the colour scale that cells and unpatched runs use."""
+        scale, anchors = self.scale, [anchor.value for anchor in self.anchors]
+        values = np.concatenate([anchors, *(panel.shown for panel in self.panels)])
+        low, high = max(scale.low, float(np.nanmin(values))), min(scale.high, float(np.nanmax(values)))
+        return (low, high) if high - low > 0.2 * scale.half else (scale.low, scale.high)
+
+    @property
     def anchors(self) -> list[Anchor]:
         """The baseline, and the goal if the heatmap has one."""
         return [anchor for anchor in (self.baseline, self.goal) if anchor is not None]
@@ -256,6 +264,11 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             return sorted(spots, key=lambda spot: -abs(self.effect(spot.value)))[:count]
         return sorted(spots, key=lambda spot: -self.towards * spot.value)[:count]
 
+    @property
+    def outlined(self) -> list[HeatmapCell]:
+        """The best cell, unless its effect is within the noise floor."""
+        return [spot for spot in self.ranked(1) if not self.faint(np.array(spot.value))]
+
     def cell_name(self, spot: HeatmapCell) -> tuple[str, str]:
         """Return the site and the label of a cell."""
         return self.panels[spot.panel].cell_name(spot.row, self.columns[spot.column])
@@ -263,12 +276,13 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
     def _notes(self, numbers: bool) -> list[str]:
         """Return the sentences below the picture. `numbers`: True if cells have room for their values."""
         notes = []
-        for best in self.ranked(1):
+        for best in self.outlined:
             (row, label), part = self.cell_name(best), self.share(best.value)
-            effect = signed(self.effect(best.value)) if part is None or self.goal is None else (
+            name = "Largest effect" if self.goal is None else "Best"
+            effect = f"effect {signed(self.effect(best.value))}" if part is None or self.goal is None else (
                 f"{percent(part)} of the way to {self.goal.name}")  # fmt: skip
             place = f"{row} @ {shorten(visible(label), LONGEST_LABEL)}"
-            notes.append(f"Best (outlined): {place}, {number(best.value)} ({effect}).")
+            notes.append(f"{name} (outlined): {place}, {number(best.value)} ({effect}).")
         missing = any(np.isnan(panel.values).any() and panel.coarse is None for panel in self.panels)
         if any(panel.coarse is not None for panel in self.panels):
             notes.append("Paler cells were patched together with their block.")
@@ -307,7 +321,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         grid = np.array([[figure.add_subplot(places[i, j]) for j in range(across)] for i in range(len(lines))])
         if intervals:
             self._draw_intervals(figure.add_subplot(places[len(lines), :]), intervals)
-        best = self.ranked(1)
+        best = self.outlined
         for i, axes in enumerate(grid.flat):
             if i >= len(self.panels):
                 axes.set_axis_off()
@@ -333,12 +347,12 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         style.label_rows(axes, [str(layer) for layer in panel.rows] if panel.rows[0] is not None else [], height)
         faint = self.faint(panel.values)
         if _has_room(width, height):
-            decimals = 2 if scale.half >= 0.5 else 3
+            decimals = next((n for n in (2, 3) if scale.half >= 5 * 0.1**n), None)
             for (row, column), value in np.ndenumerate(panel.values):
                 if not np.isnan(value):
                     strong = abs(value - scale.centre) > 0.62 * scale.half
                     colour = style.FAINT if faint[row, column] else "white" if strong else style.INK
-                    text = f"{value:.{decimals}f}".replace("-", "−")
+                    text = number(value) if decimals is None else f"{value:.{decimals}f}".replace("-", "−")
                     axes.text(column, row, text, ha="center", va="center", fontsize=LABEL - 0.5, color=colour)
         else:
             y, x = np.nonzero(faint)
@@ -367,6 +381,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
         ticks = {anchor.value: anchor for anchor in reversed(self.anchors)}
         shown = [value for value in ticks if scale.low - 1e-9 <= value <= scale.high + 1e-9]
+        bar.ax.set_xlim(*self.reach)
         apart = len(shown) < 2 or abs(shown[0] - shown[1]) > 0.45 * scale.half
         shown = shown if apart else [self.baseline.value]
         bar.set_ticks(shown, labels=[f"{ticks[value].name} {number(value)}" for value in shown])
@@ -374,7 +389,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             label.set(
                 color=style.CLEAN if ticks[value].side == "clean" else style.CORRUPT, weight="bold", fontsize=LABEL
             )
-        ends = sorted({end for end in (scale.low, scale.high) if all(abs(end - v) > 0.3 * scale.half for v in shown)})
+        ends = sorted({end for end in self.reach if all(abs(end - v) > 0.3 * scale.half for v in shown)})
         bar.set_ticks(ends, labels=[number(end) for end in ends], minor=True, fontsize=LABEL - 1, color=style.MUTED)
         bar.set_label(self.metric, fontsize=LABEL, color=style.MUTED)
 
@@ -389,7 +404,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         tall = [max(len(panel.rows) for panel in self.panels[i * across : (i + 1) * across]) for i in range(down)]
         intervals = self.intervals
         tall += [len(intervals)] if intervals else []
-        height = sum(max(20 * rows, 40) + 120 for rows in tall) + 60
+        height = sum(max(20 * rows, 40) + 140 for rows in tall) + 40
         titles = [style.html_text(panel.name) for panel in self.panels]
         specs = [[{} if i * across + j < len(titles) else None for j in range(across)] for i in range(down)]
         if intervals:
@@ -397,9 +412,9 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
             specs.append([{"colspan": across}, *[None] * (across - 1)])
         figure = subplots.make_subplots(
             len(specs), across, specs=specs, subplot_titles=titles, row_heights=[max(rows, 2) for rows in tall],
-            horizontal_spacing=min(0.06, 0.8 / across), vertical_spacing=110 / height,
+            horizontal_spacing=min(0.06, 0.8 / across), vertical_spacing=130 / height,
         )  # fmt: skip
-        best, scale = self.ranked(1), self.scale
+        best, scale = self.outlined, self.scale
         for i, panel in enumerate(self.panels):
             at = {"row": i // across + 1, "col": i % across + 1}
             if panel.coarse is not None:
@@ -429,12 +444,15 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
                              line_width=0, layer="below", **at)  # fmt: skip
             figure.update_xaxes(title_text=f"effect on {self.metric}", zeroline=True, **at)
         ticks = {anchor.value: f"{anchor.name} {number(anchor.value)}" for anchor in reversed(self.anchors)}
-        for end, sign, clipped in zip((scale.low, scale.high), "≤≥", self.clipped, strict=True):
-            if clipped:  # plotly's colour bars have no pointed ends
-                near = next((value for value in ticks if abs(value - end) < 1e-6 * scale.half), end)
-                ticks[near] = f"{sign} {ticks.get(near, number(end))}"
+        for end, sign, clipped in zip(self.reach, "≤≥", self.clipped, strict=True):
+            near = next((value for value in ticks if abs(value - end) < 0.1 * scale.half), end)
+            prefix = f"{sign} " if clipped else ""  # plotly's colour bars have no pointed ends
+            ticks[near] = prefix + ticks.get(near, number(end))
+        low, high = self.reach
+        shares = (np.linspace(low, high, 101) - scale.low) / (2 * scale.half)
+        shades = style.need("plotly.colors").sample_colorscale(list(scale.colours), np.clip(shares, 0, 1).tolist())
         figure.update_layout(
-            coloraxis={"colorscale": scale.colours, "cmin": scale.low, "cmax": scale.high,
+            coloraxis={"colorscale": shades, "cmin": low, "cmax": high,
                        "colorbar": {"title": {"text": self.metric, "side": "right"}, "y": 1, "yanchor": "top",
                                     "lenmode": "pixels", "len": min(height - 60, 420),
                                     "tickvals": list(ticks), "ticktext": list(ticks.values())}},
@@ -469,15 +487,17 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         yield "Prompts", prompts
         runs = [(f"{anchor.name} run", number(anchor.value)) for anchor in self.anchors]
         about = escape(f"{self.explained} A cell is {self.cell}. {self.note}")
+        floor = self.noise.removeprefix("noise floor ")
         yield "Metric", f"<p>{about}</p>" + style.table(
-            [(self.metric, self.formula), *runs, ("noise floor", self.noise)], ("", ""))  # fmt: skip
+            [(self.metric, self.formula), *runs, ("noise floor", floor)], ("", ""))  # fmt: skip
         rows = []
         for spot in self.ranked(BEST):
             place, label = self.cell_name(spot)
+            share = [percent(self.share(spot.value))] if self.goal is not None else []
             rows.append((place, visible(label), self.columns[spot.column].positions, number(spot.value),
-                         signed(self.effect(spot.value)), percent(self.share(spot.value))))  # fmt: skip
-        goal = "share" if self.goal is None else f"share of the way to {self.goal.name}"
-        yield "Best cells", style.table(rows, ("site", self.axis, "position", self.metric, "effect", goal))
+                         signed(self.effect(spot.value)), *share))  # fmt: skip
+        goal = [f"share of the way to {self.goal.name}"] if self.goal is not None else []
+        yield "Best cells", style.table(rows, ("site", self.axis, "position", self.metric, "effect", *goal))
 
 
 def _has_room(width: float, height: float) -> bool:

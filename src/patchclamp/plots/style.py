@@ -94,7 +94,10 @@ def signed(value: float) -> str:
 
 
 def percent(part: float | None) -> str:
-    return "–" if part is None else f"{100 * part:.0f} %".replace("-", "−")
+    """Format a share, with one decimal if it is small."""
+    if part is None:
+        return "–"
+    return f"{100 * part:.{int(0 < abs(part) < 0.0995)}f} %".replace("-", "−")
 
 
 def tick(value: float) -> str:
@@ -232,17 +235,18 @@ body {{ font: 15px/1.5 {PAGE_FONT}; color: {INK}; margin: 2rem auto; max-width: 
 h1 {{ font-size: 1.35rem; margin-bottom: 0; }} h2 {{ font-size: 1.05rem; margin: 1.6rem 0 .4rem; }}
 .made {{ color: {MUTED}; margin-top: .2rem; }} table {{ border-collapse: collapse; font-size: 14px; }}
 td, th {{ padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid {RULE}; }}
-.tokens {{ line-height: 2.1; }} .wide {{ overflow-x: auto; }}
-.token {{ background: {BLANK}; border-radius: 3px; padding: 2px 4px; margin-right: 3px; }}
+.tokens {{ line-height: 1.4; }} .wide {{ overflow-x: auto; }} .plot {{ min-width: 960px; }}
+.token {{ display: inline-block; background: {BLANK}; border-radius: 3px; padding: 1px 4px; margin: 0 3px 4px 0; }}
 .token sub {{ color: {MUTED}; font-size: 10px; }}
 .clean .differs {{ background: {CLEAN}; color: white; }} .corrupt .differs {{ background: {CORRUPT}; color: white; }}
 .differs sub {{ color: white; }} .skipped {{ background: white; outline: 1px dashed {MUTED}; }}
 """
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{}</title><style>{}</style></head><body>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{}</title><style>{}</style></head><body>
 <h1>{}</h1>
 <p class="made">{}</p>
-{}
+<div class="wide"><div class="plot">{}</div></div>
 {}</body></html>
 """
 
@@ -332,8 +336,8 @@ def label_columns(axes: Axes, labels: list[str], width: float) -> None:
 
 
 def label_rows(axes: Axes, labels: list[str], height: float) -> None:
-    """Label rows of `height` inches. Labels that would overlap are left out."""
-    every = next((n for n in (1, 2, 4, 5, 10) if n * height >= 0.15), 20)
+    """Label rows `height` inches high, with fewer labels if they would overlap."""
+    every = next((n for n in (1, 2, 4, 5, 10) if n * height >= 0.14), 20)
     axes.set_yticks(range(0, len(labels), every))
     axes.set_yticklabels(labels[::every])
 
@@ -374,6 +378,17 @@ def frame(row: int, column: int, reference: int) -> dict[str, Any]:
     axis = "" if reference == 1 else str(reference)
     return {"type": "rect", "xref": f"x{axis}", "yref": f"y{axis}", "x0": column - 0.5, "x1": column + 0.5,
             "y0": row - 0.5, "y1": row + 0.5, "line": {"color": "black", "width": 2.5}}  # fmt: skip
+
+
+def titled(picture: Picture) -> Interactive:
+    """Return a picture as a plotly figure with its title, which a page has above the figure."""
+    figure, lines = picture.figure(), textwrap.wrap(picture.title, 90)
+    text = "<br>".join(map(html_text, lines))
+    room = 24 * len(lines)
+    return figure.update_layout(
+        title={"text": text, "x": 0.01, "yref": "container", "y": 1, "yanchor": "top", "pad": {"t": 16}},
+        height=figure.layout.height + room, margin_t=figure.layout.margin.t + room,
+    )  # fmt: skip
 
 
 def html_text(text: str) -> str:

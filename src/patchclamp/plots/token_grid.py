@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure as Interactive
 
 Texts = tuple[tuple[str, ...], ...]
-LONGEST_LABEL, LONGEST_TEXT = 18, 12  # characters
-WIDEST, CELL_TEXT = 15.0, 0.075  # inches: of a figure, and of a character in a cell
+LONGEST_ROW, LONGEST_LABEL, LONGEST_TEXT = 24, 18, 12  # characters
+WIDEST, CELL_TEXT = 15.0, 0.075  # inches, of a figure and of a character in a cell
 
 
 class Shades(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def cell(self) -> tuple[float, float]:
         """The width and height of a cell in inches, with room for its text unless the picture would be too wide."""
         longest = max((len(shorten(t, self.longest_text)) for row in self.texts or () for t in row), default=0)
-        wide = max(CELL_TEXT * longest + 0.1, 0.42) if longest else min(max(4.0 / len(self.columns), 0.13), 0.45)
+        wide = max(CELL_TEXT * longest + 0.1, 0.42) if longest else min(max(3.6 / len(self.columns), 0.13), 0.45)
         if longest and len(self.columns) <= 8:
             wide = max(wide, CELL_TEXT * max(len(shorten(c, LONGEST_LABEL)) for c in self.columns) + 0.1)
         room = (WIDEST - 1.5) / len(self.columns)
@@ -124,7 +124,7 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         parts = figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)
         for part, line in zip(parts.flat, lines, strict=True):
             widths = [_width(panel) for panel in line]
-            if len(line) < len(lines[0]):  # keep panels as wide as on the lines above
+            if len(line) < max(map(len, lines)) and width - sum(widths) > 1:  # keeps panels as wide as in other lines
                 widths.append(width - sum(widths))
             grid = part.subplots(1, len(widths), squeeze=False, width_ratios=widths)
             for axes, panel in zip(grid.flat, line, strict=False):
@@ -139,11 +139,14 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         lines = self.lines
         across = max(map(len, lines))
         rows = [max(len(line[0].rows), 2) for line in lines]
-        height = 120 + sum(24 * count + 110 for count in rows)
+        turned = [max(map(len, line[0].columns)) if len(line[0].columns) > 40 / len(line) else 0 for line in lines]
+        gap = 110 + 6 * min(max(turned), LONGEST_LABEL)  # plotly turns labels that are wider than their columns
+        height = 120 + sum(24 * count + gap for count in rows)
         figure = subplots.make_subplots(
             len(rows), across, subplot_titles=[style.html_text(panel.name) for panel in self.panels], row_heights=rows,
-            vertical_spacing=95 / height, horizontal_spacing=0.3 / across if across > 1 else None,
-            specs=[[{}] * len(line) + [None] * (across - len(line)) for line in lines],
+            vertical_spacing=(gap - 15) / height, horizontal_spacing=0.3 / across if across > 1 else None,
+            specs=[[{}] * (len(line) - 1) + [{"colspan": across - len(line) + 1}] + [None] * (across - len(line))
+                   for line in lines],
         )  # fmt: skip
         places = [(row, column) for row, line in enumerate(lines, 1) for column in range(1, len(line) + 1)]
         for i, (panel, (row, column)) in enumerate(zip(self.panels, places, strict=True), 1):
@@ -152,7 +155,9 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             texts = [[style.html_text(shorten(t, panel.longest_text)) for t in row] for row in panel.texts or ()]
             hover = [[_note(panel, r, c) for c in range(len(panel.columns))] for r in range(len(panel.rows))]
             labels = [[style.html_text(shorten(name, LONGEST_LABEL)) for name in panel.columns],
-                      [style.html_text(name) for name in panel.rows]]  # fmt: skip
+                      [style.html_text(shorten(name, LONGEST_ROW)) for name in panel.rows]]  # fmt: skip
+            if column > 1 and max(map(len, panel.rows)) > 5:  # the panels of a line have the same rows
+                labels[1] = [""] * len(panel.rows)
             style.add_cells(
                 figure, panel.values, hover, labels, (panel.column_name, panel.row_name), at, coloraxis=axis,
                 text=texts or None, texttemplate="%{text}" if texts and len(panel.columns) <= 40 else None,
@@ -178,12 +183,13 @@ class TokenGrid(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 
 def _width(panel: GridPanel) -> float:
-    return panel.cell[0] * len(panel.columns) + 1.3
+    labels = CELL_TEXT * max(len(shorten(name, LONGEST_ROW)) for name in panel.rows)
+    return max(panel.cell[0] * len(panel.columns), 0.095 * len(panel.name)) + max(1.3, labels + 0.95)
 
 
 def _note(panel: GridPanel, row: int, column: int) -> str:
     value = panel.values[row, column]
-    place = f"{panel.row_name} {panel.rows[row]}, {panel.columns[column]}"
+    place = f"{panel.row_name} {panel.rows[row]}, {panel.column_name} {panel.columns[column]}".strip(", ")
     note = panel.notes[row][column] if panel.notes is not None else panel.texts[row][column] if panel.texts else ""
     return style.html_text(f"{place}: {number(value) if np.isfinite(value) else '–'}\n{note}")
 
@@ -212,5 +218,5 @@ def _draw(axes: Axes, panel: GridPanel) -> None:
                     axes.text(column, row, shorten(text, limit), fontsize=LABEL - 1, color=shades.ink(value),
                               ha="center", va="center")  # fmt: skip
     style.label_columns(axes, [shorten(column, LONGEST_LABEL) for column in panel.columns], width)
-    style.label_rows(axes, list(panel.rows), height)
+    style.label_rows(axes, [shorten(row, LONGEST_ROW) for row in panel.rows], height)
     axes.tick_params(which="both", length=0)

@@ -167,12 +167,13 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
             order = np.arange(heads.shape[1]) + self.layers.index(layer) * heads.shape[1]
         maps = self.values.reshape(-1, *self.values.shape[2:])[order]
         names = tuple(f"z[{self.layers[n // heads.shape[1]]}, {n % heads.shape[1]}]" for n in order.tolist())
-        title, told, where = "Attention weighted by values", "its length, α ‖v W_O‖", self.provenance.where
+        title, where = "Attention weighted by values", self.provenance.where
+        told = "the length of what the head writes for it, α ‖v W_O‖"
         if self.answer is not None:
             foil = "" if self.foil is None else f" − {style.quoted(self.foil)}"
-            title = f"What edges of attention add to the logit of {style.quoted(self.answer)}{foil}"
+            title = f"Contributions of attention edges to the logit of {style.quoted(self.answer)}{foil}"
             told = "its share of the logit after the query, with the final norm's scale frozen"
-        explained = f"Each cell is an edge, measured by what the head writes for the query and the key: {told}."
+        explained = f"Each cell is an attention edge, from a query to a key: {told}."
         if len(self.positions) != 1:
             return AttentionMaps(
                 title=title, explained=explained, provenance=where, tokens=self.prompt_tokens, queries=self.positions,

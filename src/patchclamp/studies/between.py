@@ -105,8 +105,8 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
         """Return plot data: the estimates, with verified cells outlined, and a table of the verified cells."""
         rows = [(*map(style.visible, cell.ends), style.signed(cell.estimate), style.signed(cell.exact or 0.0))
                 for cell in self.best(BEST)]  # fmt: skip
-        way = f"gradients at {self.steps} steps between the two runs" if self.steps else (
-            "one gradient of the corrupt run")  # fmt: skip
+        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        way = f"gradients at {steps} between the two runs" if self.steps else "one gradient of the corrupt run"
         ours, theirs = self.provenance.where, self.verified_on.where
         return TokenGrid(
             title=f"{self.kind}: {self._quantity()}",

@@ -104,11 +104,11 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
                   for part, value in zip(self.parts, self.shares.mean(0), strict=True)
                   if "[" not in part and value]  # fmt: skip
         return TokenGrid(
-            title=f"What adds to the {what}: {style.number(mean)}",
-            explained=("Each cell is what one part of the model adds to it by itself, through the final norm as it "
-                       f"scaled that run{averaged}. In no layer: {', '.join(others)}."),
+            title=f"Direct attribution of the {what}: {style.number(mean)}",
+            explained=("Each cell is the direct contribution of one part of the model, with the final norm's scale "
+                       f"frozen{averaged}. Outside the layers: {', '.join(others)}."),
             provenance=self.provenance.where, panels=(*panels, self._layers()),
-            table=(("part", f"adds to the {what}"), *((s.part, style.signed(s.value)) for s in best[:BEST])),
+            table=(("part", f"contribution to the {what}"), *((s.part, style.signed(s.value)) for s in best[:BEST])),
         )  # fmt: skip
 
     def _quantity(self) -> str:

@@ -26,7 +26,7 @@ class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
     """Result of knocking out attention edges in a prompt's run (`edge_sweep`). `corrupt` is None; a column holds its
     queries in `clean` and its keys in `corrupt`."""
 
-    done: ClassVar[str] = "Knocking out edges of attention"
+    done: ClassVar[str] = "Knocking out attention edges"
     cell: ClassVar[str] = "the run with some edges knocked out"
     unpatched: ClassVar[str] = "unedited"
     axis: ClassVar[str] = "key"

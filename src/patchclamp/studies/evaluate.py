@@ -158,18 +158,20 @@ class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
     def picture(self) -> TokenGrid:
         """Return plot data: the mean differences from the first variant, with its means and the intervals as text."""
         means_MV = self.values.mean(-1)
-        texts = [tuple(
-            f"{style.number(means_MV[m, v])} ({style.signed(low)} … {style.signed(high)})"
-            for m, (low, high) in enumerate(self.intervals[:, v])) for v in range(len(self.variants))]  # fmt: skip
+        texts = [[
+            style.number(means_MV[m, v]) + (f" ({style.signed(low)} … {style.signed(high)})" if v else "")
+            for m, (low, high) in enumerate(self.intervals[:, v])] for v in range(len(self.variants))]  # fmt: skip
+        names = [f"{metric}, nats" if metric == "logprob" else metric for metric in self.metrics]
         return TokenGrid(
             title=f"Evaluation of {len(self.variants)} variants on {len(self.samples)} samples",
             provenance=self.provenance.where,
-            explained=f"Mean scores. Colour and brackets: the difference from {self.variants[0]}, and its {LEVEL} % "
+            explained=f"Mean scores. Colour: the difference from {self.variants[0]}; in brackets its {LEVEL} % "
                       "interval over resampled samples.",
-            panels=(GridPanel(
-                name="difference", row_name="variant", column_name="metric", values=(means_MV - means_MV[:, :1]).T,
-                rows=self.variants, columns=self.metrics, texts=tuple(texts)),),
-            table=(("variant", *self.metrics), *zip(self.variants, *zip(*texts, strict=True), strict=True)),
+            panels=tuple(GridPanel(
+                name=name, row_name="variant", column_name="", centre=0.0, rows=self.variants[::-1], columns=("",),
+                values=(means_MV[m, ::-1] - means_MV[m, 0])[:, None], texts=tuple((row[m],) for row in texts[::-1]),
+            ) for m, name in enumerate(names)),
+            table=(("variant", *names), *((name, *row) for name, row in zip(self.variants, texts, strict=True))),
         )  # fmt: skip
 
     def __repr__(self) -> str:

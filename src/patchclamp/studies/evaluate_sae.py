@@ -35,6 +35,11 @@ SHOWN = 40  # prompts in a picture
 ROWS = 512  # rows encoded at a time
 
 
+MEASURES = {"loss": "loss", "loss_sae": "loss with reconstructions", "loss_ablated": "loss with ablation",
+            "loss_recovered": "loss recovered", "l0": "L0", "explained": "variance explained",
+            "dead": "share of dead features"}  # fmt: skip
+
+
 class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`losses` [P, 3]: mean negative log-probability of a prompt's tokens except the first, in nats: unedited, with the
     SAE, and ablated; `predicted` [P]: the number of these tokens. `l0` [P]: mean number of active features per row.
@@ -79,13 +84,13 @@ class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
     def picture(self) -> TokenGrid:
         """Return plot data: loss recovered, L0 and explained variance of the first prompts."""
         frame = self.to_frame().iloc[:SHOWN]
-        totals = ", ".join(f"{name.replace('_', ' ')} {style.number(value)}" for name, value in self.totals.items())
+        totals = ", ".join(f"{MEASURES[name]} {style.number(value)}" for name, value in self.totals.items())
         return TokenGrid(
             title=f"Evaluation of {self.sae}", provenance=self.provenance.where,
-            explained=f"Over {self.rows.sum():,} tokens of {len(self.prompts)} prompts, with {self.ablation} in the "
-                      f"ablated model: {totals}.",
+            explained=f"Over {self.rows.sum():,} tokens of {len(self.prompts)} prompts, ablated to {self.ablation} for "
+                      f"comparison: {totals}.",
             panels=tuple(
-                GridPanel(name=name.replace("_", " "), row_name="prompt", column_name="", columns=("",),
+                GridPanel(name=MEASURES[name], row_name="prompt", column_name="", columns=("",),
                           values=frame[[name]].to_numpy(), rows=tuple(map(str, frame.index)),
                           texts=tuple((style.number(x),) for x in frame[name]),
                           notes=tuple((style.shorten(style.plain(text), 60),) for text in frame["prompt"]))

@@ -87,16 +87,19 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
                 values[best.index(feature), position] = value
         rows = [(str(each.feature), "all" if each.position < 0 else tokens[each.position], style.number(each.value),
                  style.signed(each.estimate), style.signed(each.exact)) for each in frame.itertuples()]  # fmt: skip
-        of = f"{self.metric} of {style.quoted(self.answer)}" + (f" − {style.quoted(self.foil)}" if self.foil else "")
+        words = {"logit_diff": "logit difference", "logprob": "log-probability", "prob": "probability"}
+        foil = "" if self.foil is None else f" − {style.quoted(self.foil)}"
+        of = f"{words.get(self.metric, self.metric)} of {style.quoted(self.answer)}{foil}"
         shares = self.faithfulness[None]
         return TokenGrid(
-            title=f"Features for the {of}", provenance=self.verified_on.where, prompt=self.prompt_tokens,
-            explained=(f"Features of {self.sae} with the largest effects on the {style.number(self.clean)} of the "
-                       f"unedited run; {style.number(float(self.kept[0]))} is left without all {len(self.features)}."),
+            title=f"Features by their effect on the {of}", provenance=self.verified_on.where, prompt=self.prompt_tokens,
+            explained=(f"The features of {self.sae} with the largest effects; grey: not active. The unedited run has "
+                       f"{style.number(self.clean)}, and {style.number(float(self.kept[0]))} with all "
+                       f"{len(self.features)} ablated."),
             panels=(
-                GridPanel(name="value of a feature", row_name="feature", column_name="token", reaches=(0.0, None),
+                GridPanel(name="feature activation", row_name="feature", column_name="token", reaches=(0.0, None),
                           rows=tuple(map(str, best)), columns=tokens, values=values),
-                GridPanel(name="faithfulness of the best alone", row_name="", column_name="number", rows=("",),
+                GridPanel(name="faithfulness of the n best features", row_name="", column_name="n", rows=("",),
                           columns=tuple(map(str, self.sizes)), values=shares,
                           texts=(tuple(map(style.percent, shares[0].tolist())),)),
             ),

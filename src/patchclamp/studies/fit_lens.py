@@ -84,8 +84,9 @@ class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
                   Curve("logit lens", layers, self.plain_agreement)), y_range=(-0.02, 1.02)),
         )  # fmt: skip
         return Curves(
-            title=f"A {self.kind} lens of {self.site}", x_label="layer", charts=charts,
-            provenance=self.provenance.where, notes=(f"{self._summary} ({self.rows} held-out rows).",),
+            title=f"{self.kind.capitalize()} lens at {self.site}", x_label="layer", charts=charts,
+            provenance=self.provenance.where,
+            notes=(f"Means over layers, of {self.rows} held-out rows: {self._summary}.",),
         )  # fmt: skip
 
     @property

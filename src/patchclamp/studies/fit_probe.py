@@ -186,7 +186,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         charts = (
             Chart("AUROC", "share of pairs", (Curve("AUROC", layers, self.auroc, folds.min(1), folds.max(1)),),
                   y_range=(min(0.45, float(folds.min()) - 0.03), 1.02), level=0.5, level_label="chance",
-                  note="The band has all folds."),
+                  note="The band spans all folds."),
             Chart("Log loss", "nats", (Curve("log loss", layers, self.log_loss),),
                   level=-base * np.log(base) - (1 - base) * np.log(1 - base), level_label="base rate"),
             Chart(f"Calibration at layer {layer}", "share of positive rows", x_label="score", y_range=share,
@@ -198,7 +198,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         pooled = f"{self.pool} of {self.tokens or 'the kept tokens'}" if self.pool else "each token"
         count = f"{documents} documents" if documents == rows else f"{rows} rows of {documents} documents"
         return Curves(
-            title=f"Probes of {self.classes[1]} against {self.classes[0]}: {self.method.replace('_', ' ')}",
+            title=f"Probes for {self.classes[1]} against {self.classes[0]}: {self.method.replace('_', ' ')}",
             x_label="layer", charts=charts, provenance=self.provenance.where,
             notes=(f"{self.site}, {pooled}; {count}, {percent(base)} positive, scored out of fold.",
                    f"{self.summary}."),

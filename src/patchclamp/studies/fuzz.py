@@ -160,7 +160,7 @@ def _divergence(divergence: Any, path: str) -> str | int:
     return divergence
 
 
-QUARTILES = "Median over prompts and seeds; the band has the middle half of them."
+QUARTILES = "Median over prompts and seeds; the band is their interquartile range."
 SHARES = "Share of prompts and seeds; the band is its 95 % interval over prompts (Wilson)."
 MEASURES = ("exact", "prefix", "kl", "js", "perplexity", "refused")
 
@@ -237,11 +237,11 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
             "Agreement with the unfuzzed answer", "share", (self._share("same answer", self.exact),
                                                             self._quartiles("share before it differs", self.prefix)),
             y_range=(-0.02, 1.02), note="Same answer: share, with its 95 % interval over prompts. Share before it "
-                                        "differs: median and middle half.",
+                                        "differs: median and interquartile range.",
         )]  # fmt: skip
         if not np.isnan(self.kl).any():
             of = "" if self.divergence == "full" else f" Of the {self.divergence}."
-            lines = (self._quartiles("KL from unfuzzed", self.kl), self._quartiles("JS", self.js))
+            lines = (self._quartiles("KL from unfuzzed", self.kl), self._quartiles("Jensen–Shannon", self.js))
             charts.append(Chart("First token", "divergence (nats)", lines, note=QUARTILES + of))
         if not np.isnan(self.perplexity).any():
             charts.append(Chart(
@@ -255,7 +255,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         (prompts, _, seeds), temperature = self.exact.shape, self.sampling.get("temperature")
         sampled = f"sampled at temperature {temperature:g}" if temperature else "greedy"
         return Curves(
-            title="Answers under noise of growing strength", x_label="strength", charts=tuple(charts), x_log=True,
+            title="Answers under increasing noise", x_label="noise strength", charts=tuple(charts), x_log=True,
             provenance=self.provenance.where,
             notes=(f"{prompts} prompts{' as chats' if self.chat else ''}, {seeds} seed{'s' if seeds > 1 else ''}, "
                    f"{self.max_tokens} tokens, {sampled}; {self.noise}.",),

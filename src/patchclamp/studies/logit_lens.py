@@ -124,7 +124,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     def picture(self, *colours: Colour) -> TokenGrid:
         """Return plot data: a panel for each colour, with the likeliest token in each cell."""
         return TokenGrid(
-            title=f"{self.lens[0].upper()}{self.lens[1:]} at {self.site}: what each layer would say next",
+            title=f"{self.lens[0].upper()}{self.lens[1:]} at {self.site}: next-token predictions by layer",
             explained="Each cell is the likeliest next token of one layer at one position, read off its stream.",
             provenance=f"{self.provenance.where} · {self.about}", prompt=self.prompt_tokens,
             panels=tuple(self._panel(colour) for colour in colours or ("probability", "kl")),

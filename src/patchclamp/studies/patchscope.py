@@ -85,10 +85,10 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         matched = ", scaled to the length of what it replaces" if self.normed else ""
         columns = tuple(map(str, self.target_layers)) or ("the same layer",)
         return TokenGrid(
-            title=f"PatchscopeResult: {style.quoted(source)} read by another prompt",
+            title=f"Patchscope: {style.quoted(source)} read by another prompt",
             explained=(f"The {self.site} of {style.quoted(source)} takes the place of {style.quoted(target)} in the "
-                       f"target prompt{matched}; each cell is how that prompt then continues. Unpatched it goes on "
-                       f"with {style.quoted(style.shorten(self.plain_text, 60))}."),
+                       f"target prompt{matched}; each cell is the continuation. The unpatched continuation is "
+                       f" {style.quoted(style.shorten(self.plain_text, 60))}."),
             provenance=self.provenance.where, prompt=self.target_tokens,
             panels=(GridPanel(
                 name="probability of the first token", row_name="taken from layer",
@@ -97,7 +97,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
                 notes=tuple(tuple(self._note(s, g) for g in range(len(columns))) for s in range(len(self.layers))),
             ),),
             table=(("from layer", "in layer", "text"), *(
-                (str(layer), str(self._target(s, g)), self.texts[s][g])
+                (str(layer), str(self._target(s, g)), style.plain(self.texts[s][g]))
                 for s, layer in enumerate(self.layers) for g in range(len(columns))
             )) if len(columns) == 1 else (),
         )  # fmt: skip

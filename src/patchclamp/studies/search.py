@@ -338,10 +338,11 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
         count = len(self.settings)
         alone = len(self.objectives) == 1
         points = np.column_stack([np.arange(count), self.values[:, 0]]) if alone else self.values[:, 1::-1]
-        names = ("trial", self.objectives[0]) if alone else self.objectives[1::-1]
+        better = {"minimize": "lower is better", "maximize": "higher is better"}
+        named = [f"{name} ({better[goal]})" for name, goal in zip(self.objectives, self.goals, strict=True)]
+        names = ("trial", named[0]) if alone else named[1::-1]
         described = [", ".join(f"{name} {_shown(value)}" for name, value in each.items()) for each in self.settings]
         front = self.front[:1] if alone else sorted(self.front, key=lambda i: points[i, 0])
-        aims = [f"{name}: {goal}" for name, goal in zip(self.objectives, self.goals, strict=True)]
         rows = [(str(i), *map(_shown, self.settings[i].values()), *map(style.number, self.values[i])) for i in front]
         return Scatter(
             title=f"Search of {count} trials", provenance=self.provenance.where, x_label=names[0], y_label=names[1],
@@ -349,8 +350,8 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
             front_label="best trial" if alone else "Pareto front", reference_label="unedited model",
             reference=(None, float(self.unedited[0])) if alone else (float(self.unedited[1]), float(self.unedited[0])),
             is_line=len(self.objectives) == 2,
-            notes=("; ".join(aims) + ".", *(["The front is that of all objectives."] if len(aims) > 2 else []),
-                   *([f"{len(self.failed)} trials failed."] if self.failed else [])),
+            notes=(*([f"The front is that of all objectives: {', '.join(named)}."] if len(named) > 2 else []),
+                   *([f"{len(self.failed)} of {count} trials failed."] if self.failed else [])),
             table=(("trial", *self.settings[0], *self.objectives), *rows),
         )  # fmt: skip
 

@@ -378,8 +378,8 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
                       level=0.5, level_label="chance"),
                 *([Chart("Held-out separation", "standard deviations", (Curve("separation", layers, separation),))]
                   if not np.isnan(separation).all() else []),
-                Chart("Length", "norm", (Curve("vector", layers, lengths),
-                                         Curve("rows it was made of", layers, self.row_norm)), y_log=True),
+                Chart("Norm", "norm", (Curve("vector", layers, lengths),
+                                         Curve("activations, mean", layers, self.row_norm)), y_log=True),
             ),
             provenance=self.provenance.where,
             notes=(f"{self.site} at {self.tokens}; {self.positive.count} positive and {self.negative.count} "
@@ -716,7 +716,7 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         lines = [Curve("mean over prompts", scales, self.scores.mean(0), low, high)]
         answer = _shown(self.answers)
         score = f"log p({answer})" if self.foils is None else f"log p({answer}) − log p({_shown(self.foils)})"
-        charts = [Chart(score, "nats", tuple(lines), note="The band has the middle half of the prompts.")]
+        charts = [Chart(score, "nats", tuple(lines), note="The band is the interquartile range over prompts.")]
         if self.foils is not None:
             both = (Curve("answer", scales, self.logprobs.mean(0)), Curve("foil", scales, self.foil_logprobs.mean(0)))
             charts.append(Chart("Each continuation's log-probability", "nats", both, note="Means over prompts."))
@@ -725,9 +725,9 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
         where = f"layer{'s' if len(self.layers) > 1 else ''} {layers}, on {tokens}"
         prompts = f"{count} prompt{'s' if count > 1 else ''}"
         return Curves(
-            title="A behaviour's score by steering strength", x_label="scale", charts=tuple(charts),
+            title="Behaviour score by steering strength", x_label="scale of the vectors", charts=tuple(charts),
             provenance=self.provenance.where,
-            notes=(f"{self.vectors}, {where}; {prompts}; {signed(self.slope)} nats by a scale of 1.",),
+            notes=(f"Steered by {self.vectors}, {where}; {prompts}; slope {signed(self.slope)} nats per scale.",),
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -46,7 +46,7 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array, as_file, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.plots import Picture, save_page, save_picture
-from patchclamp.plots.style import ran_on
+from patchclamp.plots.style import ran_on, titled
 from patchclamp.run import Run
 from patchclamp.store.journal import Journal
 from patchclamp.store.tensors import parse_header, with_sorted_header
@@ -180,7 +180,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
 
     def figure(self, *of: Any) -> Interactive:
         """Return the plot as an interactive plotly figure."""
-        return self.picture(*of).figure()
+        return titled(self.picture(*of))
 
     @overload
     def plot(self, path: str | Path, *of: Any) -> Path: ...

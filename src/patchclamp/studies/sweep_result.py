@@ -274,8 +274,8 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
         base, goal, words = self.patched, self.goal, metric_words(self)
         other = "clean" if base == "corrupt" else "corrupt"
         title = f"{self.in_words(self.done)}: {words.quantity}"
-        largest = np.nanmax(np.abs(self.values - self.baseline), initial=0.0)
-        if goal is not None and largest < WEAK * abs(goal - self.baseline):
+        largest = np.nanmax(np.abs(self.values - self.baseline), initial=-1.0)  # below 0: no cell was run
+        if goal is not None and 0 <= largest < WEAK * abs(goal - self.baseline):
             title += f" (all effects below {WEAK * 100:.0f} % of the way to {other})"
         return Heatmap(
             title=title, metric=self.metric, formula=words.formula,
@@ -449,6 +449,8 @@ def _note(sweep: Sweep) -> str:
     trace = sweep if isinstance(sweep, CausalTraceResult) else None
     if trace is not None:
         notes.append(f"Noise of standard deviation {number(trace.std)} on the embeddings of the subject.")
+    if (window := max(len(row.layers) for row in sweep.rows)) > 1:
+        notes.append(f"Each cell covers {window} adjacent layers around its own, fewer at the ends.")
     if units > 1:
         of = f"{pairs} prompts" if sweep.corrupt is None or trace is not None else f"{pairs} pairs of prompts"
         if trace is not None:

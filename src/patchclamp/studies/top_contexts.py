@@ -70,10 +70,14 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
         """Return plot data: a panel per feature, with a row per context and tokens coloured by the feature's value."""
         rows = [(str(one.feature), style.number(one.values[one.at]), style.visible(one.tokens[one.at]),
                  style.plain("".join(one.tokens))) for one in self.contexts]  # fmt: skip
+        active = {one.feature for one in self.contexts}
+        never = [feature for feature in self.features if active and feature not in active]
+        silent = f" Not active in these documents: {', '.join(map(str, never))}." if never else ""
         return TokenGrid(
             title=f"Top contexts of {len(self.features)} features of {self.sae}", provenance=self.provenance.where,
-            explained="Each row is a context, with the token at which the feature is largest in the middle.",
-            panels=tuple(map(self._panel, self.features)), table=(("feature", "value", "token", "continuation"), *rows),
+            explained=f"Each row is a context around the token with the feature's largest value, at 0.{silent}",
+            panels=tuple(self._panel(feature) for feature in self.features if feature not in never),
+            table=(("feature", "value", "token", "context"), *rows),
         )  # fmt: skip
 
     def _panel(self, feature: int) -> GridPanel:
@@ -86,9 +90,9 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
             values[r, here], texts[r][here] = one.values, map(style.visible, one.tokens)
         share = self.density[self.features.index(feature)]
         return GridPanel(
-            name=f"feature {feature}, at {style.percent(share)} of tokens", row_name="document", column_name="token",
-            rows=tuple(str(one.document) for one in contexts) or ("",), values=values, reaches=(0.0, None),
-            columns=tuple(map(str, range(-width, width + 1))), texts=tuple(map(tuple, texts)),
+            name=f"feature {feature}, active at {style.percent(share)} of tokens", row_name="document",
+            column_name="token", rows=tuple(str(one.document) for one in contexts) or ("",), values=values,
+            reaches=(0.0, None), columns=tuple(map(str, range(-width, width + 1))), texts=tuple(map(tuple, texts)),
         )  # fmt: skip
 
     def __repr__(self) -> str:
