@@ -194,7 +194,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
     expected, bits_R = torch.zeros(in_numbers.size), np.zeros(batch.rows, np.int64)
     failed, calls = set(), []
     step: Any = CudaStep.__new__(CudaStep)
-    step.tables, step._plan, step._batch, step._steps, step.code = tables, in_bytes, batch, 0, code
+    step.tables, step._plan, step._batch, step._steps, step.code = tables, in_bytes, batch, 0, RUNNER
     for point in range(POINTS):
         dtype = DTYPES[0 if coded else int(rng.choice(ASKED[device]))]
         labels = in_numbers.sampled if sampled[point] else in_numbers.tokens
@@ -202,7 +202,7 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
         residual = rows(rng, *hidden.shape, dtype, device) if rng.random() < 0.5 else None
         mine = hidden.cpu().clone(), None if residual is None else residual.cpu().clone()
         mine_R = torch.from_numpy(token[batch.sampled_rows] if sampled[point] else token)
-        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R, code, None, bits_R)
+        bad = fused.apply(*mine, labels, point, table, in_numbers, bank, expected, mine_R, RUNNER, None, bits_R)
         failed |= set() if bad is None else set(bad.tolist())
         given = hidden.clone(), None if residual is None else residual.clone()
         decided = tables.bits_of_row.clone()
@@ -256,6 +256,9 @@ def one_round(rng: np.random.Generator, device: str, found: dict[str, int], sums
 def code(number: int, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
     """What code of a number does at a point, and at positions."""
     return rows * 0.5 + number + point + torch.tensor(position, device=rows.device)[:, None]
+
+
+RUNNER = SimpleNamespace(run_code=code)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

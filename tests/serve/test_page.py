@@ -50,6 +50,8 @@ def test_what_a_reader_does_in_a_browser(server: Server, tmp_path):
         assert page.becomes(f"{text('cell-said')}.includes('cosine')", True)
         page.run("document.querySelector('#edit [name=length]').value = '5'")
         page.run("document.querySelector('#edit [name=prompt]').value = 'The sea is'")
+        for name, strong in (("scale", 20), ("std", 3)):  # a small model's text hardly changes otherwise
+            page.run(f"document.querySelector('#edit [name={name}]').value = '{strong}'")
         page.run("document.querySelector('#edit button').click()")
         assert page.becomes("document.querySelectorAll('#answers .t').length", 4 * (3 + 5))
         assert page.becomes(text("edit-said"), "")

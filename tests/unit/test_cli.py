@@ -434,7 +434,7 @@ class TestSweep:
         arguments[5] = "The Eiffel Tower is in the"
         status, output = run(*arguments)
         assert status == 0
-        assert "not patched: ' Eiffel' (clean 2), ' Tower' (clean 3), ' Colosseum' (corrupt 2)" in output
+        assert "counterpart: ' Eiffel' (clean 2), ' Tower' (clean 3), ' Colosseum' (corrupt 2)" in output
 
 
 class TestResume:
@@ -870,8 +870,8 @@ class TestRun:
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [
-            (("--capture", "embed"), "--out: expected a file"),
-            (("--out", "x.safetensors"), "--capture: expected a site"),
+            (("--capture", "embed"), "--out: "),
+            (("--out", "x.safetensors"), "--capture: "),
             (("--edit", "{zero}"), "--edit: "),
             (("--edit", "0.3 calm 0.2 loud"), "--edit: expected +, - or @ SELECTION, got '0.2 loud' at character 9"),
             (("--edit", "nowhere.json"), "--edit: cannot read nowhere.json"),

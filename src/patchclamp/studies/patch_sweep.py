@@ -49,7 +49,7 @@ class PatchSweep(PairGrid):
     alpha: float = 1.0
     """Weight of the new value when it is mixed with the old one; 1 replaces the old value."""
     mask: inputs.MaskField = None
-    """Mask [W] of a row's columns to patch, as in `pc.Replace`."""
+    """Columns of a row to patch: a mask [W], as in `pc.Replace`."""
     zoom: inputs.OptionalCount = None
     """Start with blocks of 8 layers × 8 positions and split this many of the best blocks of each size; the grid then
     holds only the cells reached."""
