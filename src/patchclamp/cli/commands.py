@@ -208,7 +208,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
             raise ProgramError(f"missing option --{missing[0]}; or pass a file with --pairs", study.command)
         return {}
     if twice := [name for name in kind.__struct_fields__ if name in given and name != "positions"]:
-        raise ProgramError(f"--{twice[0]} is not supported with --pairs, whose file contains it", "--pairs")
+        raise ProgramError(f"--{twice[0]} is not supported with --pairs: put it in the lines of the file", "--pairs")
     from patchclamp.studies.inputs import lines_of
 
     lines = []
