@@ -23,6 +23,7 @@ from tests.reference.admitting import Admitter
 
 LAYERS, HEADS, GROUP, SIZE, LENGTH = 2, 4, 2, 8, 12
 NAN = float("nan")
+SITES = SiteMap(LLAMA, Sizes(LAYERS, HEADS * SIZE, 61, HEADS, HEADS // GROUP, SIZE, 16))
 
 
 class _Cache:
@@ -111,8 +112,7 @@ def _draw_edit(draw: np.random.Generator, window: int) -> tuple[Any, dict[str, A
 def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, seed):
     """Requests of several lengths, in chunks; one has no edits, and one loses all keys of a query and fails alone."""
     draw, window = np.random.default_rng(seed), (0, 9)[seed % 2]
-    sites = SiteMap(LLAMA, Sizes(LAYERS, HEADS * SIZE, 61, HEADS, HEADS // GROUP, SIZE, 16))
-    runtime = Runtime(sites, Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16))
+    runtime = Runtime(SITES, Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16))
     positions = np.zeros(64, np.int64)
     if executor == "cuda":
         cuda_on_cpu.stub(monkeypatch)
@@ -133,7 +133,7 @@ def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, s
         vectors = dict[str, np.ndarray]()
         if ops:
             prompt = Prompt(list(range(LENGTH)), lambda: ("", []))
-            bound = bind(Program.of(ops), name, prompt, 1, sites, lambda run: None, vectors=vectors)
+            bound = bind(Program.of(ops), name, prompt, 1, SITES, None, vectors=vectors)
             admitter.admit(name, bound, {key: torch.from_numpy(rows.copy()) for key, rows in vectors.items()})
     cuts = draw.integers(4, LENGTH, 6)
     for begins, ends in ((np.zeros(6, int), cuts), (cuts, np.full(6, LENGTH))):
@@ -144,6 +144,77 @@ def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, s
     assert ("position 11" if window else "NotFinite") in str(runtime.outcome("request1")[1])
     admitter.free(name for name in cache.names if name != "request2")
     assert runtime.status()["code"] == 0
+
+
+def _edited(lengths: list[int]) -> tuple[Runtime, _Cache, np.random.Generator]:
+    """A runtime in which all requests but the last cut an edge of their last token, and the last scales z by 1."""
+    draw = np.random.default_rng(7)
+    runtime = Runtime(SITES, Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16))
+    cache = runtime.keys = _Cache(runtime, AttentionFacts(SIZE**-0.5), draw, len(lengths))
+    admitter = Admitter(runtime)
+    for number, (name, length) in enumerate(zip(cache.names, lengths, strict=True)):
+        op = pc.Knockout("prompt[1]", pc.pattern[0], "prompt[-1]")
+        ops = [op] if number < len(lengths) - 1 else [pc.Scale(1.0, pc.z[0])]
+        admitter.admit(name, bind(Program.of(ops), name, Prompt(list(range(length)), lambda: ("", [])), 1, SITES, None))
+    return runtime, cache, draw
+
+
+def _cut(lengths: list[int]) -> list[list[dict[str, Any]]]:
+    """Where the edits of `_edited` act."""
+    edge = {"how": "knock", "layers": [0], "heads": range(HEADS), "keys": [1]}
+    return [*([{**edge, "queries": [length - 1]}] for length in lengths[:-1]), []]
+
+
+@pytest.mark.parametrize("failing", [None, 1])
+def test_what_fails_in_a_batch_fails_alone(monkeypatch, failing):
+    """As when memory is short: requests of several lengths are computed again one by one; one fails there, too."""
+    lengths = [12, 9, 7, 10]
+    runtime, cache, draw = _edited(lengths)
+    names, scored = cache.names, cache.scores
+    broken = set() if failing is None else set(runtime.slots([names[failing]]).tolist())
+
+    def scores_of(point: int, slots: list[int], *rest: Any) -> torch.Tensor:
+        if len(slots) > 1 or broken & set(slots):
+            raise torch.OutOfMemoryError("no memory")
+        return scored(point, slots, *rest)
+
+    monkeypatch.setattr(cache, "scores", scores_of)
+    told = _cut(lengths)
+    if failing is not None:
+        told[failing] = []
+    _step(runtime, cache, np.zeros(4, int), np.array(lengths), np.zeros(64, np.int64), told, draw, 0)
+    errors = [runtime.outcome(name)[1] for name in names]
+    assert [error is not None for error in errors] == [i == failing for i in range(4)]
+    assert failing is None or "no memory" in str(errors[failing])
+
+
+def test_keys_that_cannot_be_read_fail_their_readers_alone(monkeypatch):
+    lengths = [12, 9, 10]
+    runtime, cache, draw = _edited(lengths)
+
+    def width(point: int) -> int:
+        raise pc.UnsupportedSite("keys cannot be read")
+
+    monkeypatch.setattr(cache, "width", width)
+    _step(runtime, cache, np.zeros(3, int), np.array(lengths), np.zeros(64, np.int64), [[], [], []], draw, 0)
+    errors = [runtime.outcome(name)[1] for name in cache.names]
+    assert errors[2] is None
+    for error in errors[:2]:
+        assert "edits[0]" in str(error)
+        assert "cannot be read" in str(error)
+
+
+def test_checks_of_a_step_that_was_not_ended_are_discarded(monkeypatch):
+    lengths = [12, 9, 10]
+    runtime, cache, draw = _edited(lengths)
+    monkeypatch.setattr(runtime, "end", lambda: None)
+    held, cache.held = cache.held, np.full_like(cache.held, 3e38)
+    with pytest.raises(AssertionError):  # its rows overflow
+        _step(runtime, cache, np.zeros(3, int), np.array(lengths), np.zeros(64, np.int64), _cut(lengths), draw, 0)
+    monkeypatch.undo()
+    cache.held = held
+    _step(runtime, cache, np.zeros(3, int), np.array(lengths), np.zeros(64, np.int64), _cut(lengths), draw, 0)
+    assert [runtime.outcome(name)[1] for name in cache.names] == [None] * 3
 
 
 def _step(

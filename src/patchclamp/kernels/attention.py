@@ -9,6 +9,7 @@ Fused kernels never materialize these probabilities; this module computes them f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -105,12 +106,9 @@ class PatternEdit(msgspec.Struct, frozen=True):
         """Return a mask of the edited queries, [N]."""
         return _within(position_N, self.queries)[0]
 
-    def where(self, position_N: np.ndarray, length: int) -> np.ndarray:
-        """Return a mask of the edited query-key pairs, [N, 1, T]."""
-        is_query_N11 = self.is_query(position_N)[:, None, None]
-        if self.keys is None:
-            return np.broadcast_to(is_query_N11, (len(position_N), 1, length))
-        return is_query_N11 & _within(np.arange(length), self.keys)[0]
+    def is_key(self, length: int) -> np.ndarray:
+        """Return a mask of the edited keys, [T]."""
+        return np.ones(length, bool) if self.keys is None else _within(np.arange(length), self.keys)[0]
 
     def row_of(self, position_N: np.ndarray) -> np.ndarray:
         """Return each query's index into `rows`, [N]; 0 for other positions."""
@@ -126,52 +124,76 @@ def _within(position_N: np.ndarray, ranges_RX: np.ndarray) -> tuple[np.ndarray, 
     return (begin_N <= position_N) & (position_N < end_N), range_N
 
 
-def removed_edges(
-    position_BN: np.ndarray, edits_B: Sequence[Sequence[PatternEdit]], first: int, heads: int, length: int
-) -> np.ndarray:
-    """Return a mask of the query-key pairs that requests' knockouts remove, [B, N, H, T]; H is 1 if it is the same for
-    all `heads` heads starting at `first`."""
-    knockouts = [(b, edit, edit.of_heads(first, heads)) for b, edits in enumerate(edits_B) for edit in edits
-                 if edit.factor is None]  # fmt: skip
-    is_same = all(part == (0, heads) for *_, part in knockouts)
-    removed_BNHT = np.zeros((*position_BN.shape, 1 if is_same else heads, length), bool)
-    for b, edit, (begin, end) in knockouts:
-        removed_BNHT[b, :, begin:end] |= edit.where(position_BN[b], length)
-    return removed_BNHT
+class Edges(NamedTuple):
+    """Where the edits of B requests act, on the device.
+
+    removed: for each knockout of a request, masks of its queries [B, N], heads [B, H] and keys [B, T]
+    others: for each other edit, its request, the bounds of its heads, masks of its queries [N] and keys [T], and each
+        query's index into its `rows` [N]
+    heads_BH: a mask of the heads that a request edits
+    """
+
+    removed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    others: list[tuple[int, PatternEdit, tuple[int, int], torch.Tensor, torch.Tensor, torch.Tensor]]
+    heads_BH: torch.Tensor
+
+
+def edges_of(
+    position_BN: np.ndarray, edits_B: Sequence[Sequence[PatternEdit]], first: int, heads: int, device: torch.device
+) -> Edges:
+    """Return where edits act among the queries at these positions, the `heads` heads starting at `first`, and the keys
+    up to the last query."""
+    count, length = len(position_BN), int(position_BN.max()) + 1
+    knockouts = [[edit for edit in edits if edit.factor is None] for edits in edits_B]
+    removed = []
+    for x in range(max(map(len, knockouts))):
+        masks = np.zeros(position_BN.shape, bool), np.zeros((count, heads), bool), np.zeros((count, length), bool)
+        for b, edits in enumerate(knockouts):
+            if x < len(edits):
+                begin, end = edits[x].of_heads(first, heads)
+                masks[0][b], masks[1][b, begin:end], masks[2][b] = (
+                    edits[x].is_query(position_BN[b]), True, edits[x].is_key(length)
+                )  # fmt: skip
+        removed.append(tuple(to_device(mask, device) for mask in masks))
+    others, heads_BH = [], np.zeros((count, heads), bool)
+    for b, edits in enumerate(edits_B):
+        for edit in edits:
+            begin, end = edit.of_heads(first, heads)
+            heads_BH[b, begin:end] = True
+            if edit.factor is not None:
+                of = edit.is_query(position_BN[b]), edit.is_key(length), edit.row_of(position_BN[b])
+                others.append((b, edit, (begin, end), *(to_device(each, device) for each in of)))
+    return Edges(removed, others, to_device(heads_BH, device))
 
 
 def edited(
-    scores_BNHT: torch.Tensor, position_BN: np.ndarray, edits_B: Sequence[Sequence[PatternEdit]],
-    removed_BNHT: torch.Tensor, facts: AttentionFacts, first: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    scores_BNHT: torch.Tensor, edges: Edges, facts: AttentionFacts, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply each request's edits to its pattern. Returns the patterns [B, N, H, T] and a mask of the changed rows
-    [B, N, H]. `removed_BNHT`: `removed_edges`.
+    [B, N, H].
 
     Keys are removed first, before the softmax; other edits follow in order. Rows without remaining keys are NaN, as
     are new probabilities of keys that a query cannot see.
     """
-    sees_BNHT, (heads, length) = scores_BNHT > -torch.inf, scores_BNHT.shape[2:]
-    removed_BNHT = removed_BNHT & sees_BNHT
+    sees_BNHT, removed_BNHT = scores_BNHT > -torch.inf, torch.zeros_like(scores_BNHT, dtype=torch.bool)
+    for query_BN, head_BH, key_BT in edges.removed:
+        removed_BNHT |= query_BN[:, :, None, None] & head_BH[:, None, :, None] & key_BT[:, None, None]
+    removed_BNHT &= sees_BNHT
     touched_BNH = removed_BNHT.any(-1)
     found_BNHT = pattern(scores_BNHT.masked_fill(removed_BNHT, -torch.inf), facts, first)
     blind_BNH = touched_BNH & (removed_BNHT == sees_BNHT).all(-1)
     found_BNHT = found_BNHT.masked_fill(blind_BNH[..., None], torch.nan)
-    for b, edits in enumerate(edits_B):
-        for edit in edits:
-            if edit.factor is None:
-                continue
-            begin, end = edit.of_heads(first, heads)
-            sees_NHT, old_NHT = sees_BNHT[b, :, begin:end], found_BNHT[b, :, begin:end]
-            where_N1T = to_device(edit.where(position_BN[b], length).copy(), found_BNHT.device)
-            if edit.rows is None:
-                where_NHT, new_NHT = where_N1T & sees_NHT, edit.factor * old_NHT
-            else:
-                row_N = to_device(edit.row_of(position_BN[b]), found_BNHT.device)
-                row_N1T = torch.nn.functional.pad(edit.rows[row_N], (0, length - edit.rows.shape[1]))[:, None]
-                where_NHT = where_N1T.expand_as(old_NHT)
-                new_NHT = edit.factor * row_N1T.masked_fill(~sees_NHT & (row_N1T != 0), torch.nan)
-                if edit.factor != 1.0:
-                    new_NHT = new_NHT + (1 - edit.factor) * old_NHT
-            found_BNHT[b, :, begin:end] = torch.where(where_NHT, new_NHT, old_NHT)
-            touched_BNH[b, :, begin:end] |= where_NHT.any(-1)
+    for b, edit, (begin, end), query_N, key_T, row_N in edges.others:
+        assert edit.factor is not None
+        sees_NHT, old_NHT = sees_BNHT[b, :, begin:end], found_BNHT[b, :, begin:end]
+        where_NHT = (query_N[:, None, None] & key_T).expand_as(old_NHT)
+        if edit.rows is None:
+            where_NHT, new_NHT = where_NHT & sees_NHT, edit.factor * old_NHT
+        else:
+            row_N1T = torch.nn.functional.pad(edit.rows[row_N], (0, len(key_T) - edit.rows.shape[1]))[:, None]
+            new_NHT = edit.factor * row_N1T.masked_fill(~sees_NHT & (row_N1T != 0), torch.nan)
+            if edit.factor != 1.0:
+                new_NHT = new_NHT + (1 - edit.factor) * old_NHT
+        found_BNHT[b, :, begin:end] = torch.where(where_NHT, new_NHT, old_NHT)
+        touched_BNH[b, :, begin:end] |= where_NHT.any(-1)
     return found_BNHT, touched_BNH

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from patchclamp.errors import PatchclampError, TokensError, UnsupportedSite, as_patchclamp_error
-from patchclamp.kernels.attention import AttentionFacts, PatternEdit, edited, pattern, removed_edges
+from patchclamp.kernels.attention import AttentionFacts, Edges, PatternEdit, edges_of, edited, pattern
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan.bound import AttentionReader
 
@@ -89,10 +89,8 @@ class AttentionReading:
             if self._reader.site == "pattern":
                 own = [edits.get((slot, of.point), ()) for slot in of.slot[some].tolist()] if edits else []
                 if any(own):
-                    position = np.broadcast_to(position, index.shape)
-                    removed = removed_edges(position, own, self._reader.first, *found_BNHT.shape[2:])
-                    removed_BNHT = to_device(removed, rows_NW.device)
-                    found_BNHT, _ = edited(found_BNHT, position, own, removed_BNHT, facts, self._reader.first)
+                    edges = edges_of(position, own, self._reader.first, self._reader.heads, rows_NW.device)
+                    found_BNHT, _ = edited(found_BNHT, edges, facts, self._reader.first)
                 else:
                     found_BNHT = pattern(found_BNHT, facts, self._reader.first)
             found[index_BN] = self._kept(found_BNHT)
@@ -144,29 +142,21 @@ class EditedAttention(NamedTuple):
 class _Batch(NamedTuple):
     """Requests with equally many edited queries, by their index in a layer's call.
 
-    position_BN, end_BN: the queries' positions, on the host and on the device
-    index_BN: their index among the rows
+    rows_BN, position_BN: the queries' index among the rows, and their positions, on the host
+    index_BN, end_BN: the same on the device
     begin_B: each request's first position in this step
     first, heads: the heads to compute
-    removed_BNHT: `removed_edges`
     """
 
     which: list[int]
+    rows_BN: np.ndarray
     position_BN: np.ndarray
-    end_BN: torch.Tensor
     index_BN: torch.Tensor
+    end_BN: torch.Tensor
     begin_B: torch.Tensor
     first: int
     heads: int
-    removed_BNHT: torch.Tensor
-
-    def alone(self, i: int) -> _Batch:
-        """Return a batch of its i-th request."""
-        row = slice(i, i + 1)
-        return _Batch(
-            self.which[row], self.position_BN[row], self.end_BN[row], self.index_BN[row], self.begin_B[row], self.first,
-            self.heads, self.removed_BNHT[row],
-        )  # fmt: skip
+    edges: Edges
 
 
 class _Checked(NamedTuple):
@@ -207,23 +197,33 @@ class AttentionEdits:
         position_M, count_B: the positions of all rows, and how many of them each request has
         dtype: the type in which results must be finite
         """
-        query_MHE = self._queries.pop(edited[0].point)
-        new_MHE, width = rows_MZ.clone().view(*query_MHE.shape[:2], -1), self._keys.width(edited[0].point)
-        own = [each.edits for each in edited]
-        group = query_MHE[0].numel() // width
-        key = position_M.tobytes(), count_B.tobytes(), group, *map(id, itertools.chain(*own)), *map(len, own)
-        if key not in self._batches:
-            self._batches[key] = [*_batches(own, position_M, count_B, group, query_MHE.shape[1], width, rows_MZ.device)]
+        try:
+            query_MHE = self._queries.pop(edited[0].point)
+            new_MHE, width = rows_MZ.clone().view(*query_MHE.shape[:2], -1), self._keys.width(edited[0].point)
+            call = _Call([each.edits for each in edited], position_M, count_B, query_MHE[0].numel() // width)
+            key = position_M.tobytes(), count_B.tobytes(), call.group, *map(id, itertools.chain(*call.edits_B))
+            key = *key, *map(len, call.edits_B)
+            if key not in self._batches:
+                self._batches[key] = [*_batches(call, query_MHE.shape[1], width, rows_MZ.device)]
+        except Exception as error:
+            self._failed += [(each, as_patchclamp_error(error).under(each.path)) for each in edited]
+            return rows_MZ
         for batch in self._batches[key]:
-            try:
-                self._change(edited, batch, query_MHE, new_MHE, dtype)
-            except Exception:  # of one request, which fails alone
-                for i, b in enumerate(batch.which):
-                    try:
-                        self._change(edited, batch.alone(i), query_MHE, new_MHE, dtype)
-                    except Exception as error:
-                        self._failed.append((edited[b], as_patchclamp_error(error).under(edited[b].path)))
+            if self._error(edited, batch, query_MHE, new_MHE, dtype) is None:
+                continue
+            for b, rows_N in zip(batch.which, batch.rows_BN, strict=True):  # one of them fails
+                alone = _batch(call, [b], rows_N[None], rows_MZ.device)
+                if (error := self._error(edited, alone, query_MHE, new_MHE, dtype)) is not None:
+                    self._failed.append((edited[b], as_patchclamp_error(error).under(edited[b].path)))
         return new_MHE.flatten(1)
+
+    def _error(self, *arguments: Any) -> Exception | None:
+        """Change a batch; return its error, without the tensors in its traceback."""
+        try:
+            self._change(*arguments)
+        except Exception as error:
+            return error.with_traceback(None)
+        return None
 
     def _change(
         self, edited_by: Sequence[EditedAttention], batch: _Batch, query_MHE: torch.Tensor, new_MHE: torch.Tensor,
@@ -231,7 +231,7 @@ class AttentionEdits:
     ) -> None:  # fmt: skip
         """Change a batch's rows of `new_MHE`."""
         edited_B = [edited_by[b] for b in batch.which]
-        point, slots, own = edited_B[0].point, [each.slot for each in edited_B], [each.edits for each in edited_B]
+        point, slots = edited_B[0].point, [each.slot for each in edited_B]
         facts, count = self._keys.facts(point), int(batch.position_BN.max()) + 1
         first, heads, group = batch.first, batch.heads, query_MHE[0].numel() // self._keys.width(point)
         cached_BTKE = self._keys.values(point, slots, count)
@@ -243,11 +243,13 @@ class AttentionEdits:
         value_BTKE = part_BTKE.float().masked_fill(~seen_BT[..., None, None], 0)
         query_BNHE = query_MHE[batch.index_BN]
         found_BNHT = self._keys.scores(point, slots, query_BNHE, batch.end_BN, first, heads, count)
-        pattern_BNHT, touched_BNH = edited(found_BNHT, batch.position_BN, own, batch.removed_BNHT, facts, first)
+        pattern_BNHT, touched_BNH = edited(found_BNHT, batch.edges, facts, first)
         old_BNHE = new_MHE[batch.index_BN][:, :, first : first + heads]
         result_BNHE = _results(pattern_BNHT, value_BTKE)
         exact_BHE = _results(pattern(found_BNHT[:, -1:], facts, first), value_BTKE)[:, 0]
-        size_B, error_B = old_BNHE[:, -1].flatten(1).norm(dim=1), (exact_BHE - old_BNHE[:, -1]).flatten(1).norm(dim=1)
+        edited_BHE = old_BNHE[:, -1].masked_fill(~batch.edges.heads_BH[..., None], 0)
+        exact_BHE = exact_BHE.masked_fill(~batch.edges.heads_BH[..., None], 0)
+        size_B, error_B = edited_BHE.flatten(1).norm(dim=1), (exact_BHE - edited_BHE).flatten(1).norm(dim=1)
         max_error = MAX_ERROR[cached_BTKE.dtype]
         blind_BN = (pattern_BNHT.isnan().any(-1) & ~found_BNHT.isnan().any(-1)).any(-1)
         finite_BN = torch.where(touched_BNH[..., None], result_BNHE, 0).to(dtype).isfinite().flatten(2).all(-1)
@@ -286,15 +288,22 @@ class AttentionEdits:
                     yield one, None
 
 
-def _batches(
-    edits_B: Sequence[Sequence[PatternEdit]], position_M: np.ndarray, count_B: np.ndarray, group: int, heads: int,
-    width: int, device: torch.device,
-) -> Iterator[_Batch]:  # fmt: skip
-    """Yield the batches of a call. `width`: the number of elements in one position's keys; `heads` in all, `group` per
-    key/value head."""
-    ends = np.cumsum(count_B)
+class _Call(NamedTuple):
+    """A layer's edits of B requests, the positions of all rows, each request's number of rows, and the number of query
+    heads per key/value head."""
+
+    edits_B: Sequence[Sequence[PatternEdit]]
+    position_M: np.ndarray
+    count_B: np.ndarray
+    group: int
+
+
+def _batches(call: _Call, heads: int, width: int, device: torch.device) -> Iterator[_Batch]:
+    """Yield the batches of a call. `width`: the number of elements in one position's keys."""
+    ends = np.cumsum(call.count_B)
+    begins, position_M = (ends - call.count_B).tolist(), call.position_M
     by_count: dict[int, list[tuple[int, int, np.ndarray]]] = {}  # of edited queries: last position, request, their rows
-    for b, (edits, begin, end) in enumerate(zip(edits_B, (ends - count_B).tolist(), ends.tolist(), strict=True)):
+    for b, (edits, begin, end) in enumerate(zip(call.edits_B, begins, ends.tolist(), strict=True)):
         rows = begin + np.flatnonzero(np.any([edit.is_query(position_M[begin:end]) for edit in edits], 0))
         if len(rows):
             by_count.setdefault(len(rows), []).append((int(position_M[rows[-1]]), b, rows))
@@ -304,17 +313,22 @@ def _batches(
             length = queries[-1][0] + 1
             most = max(min(MAX_SCORES // (heads * length * count), MAX_KEYS // (length * width)), 1)
             which, of_scores = [b for _, b, _ in queries[-most:]], max(MAX_SCORES // (heads * length), 1)
-            all_BN = np.stack([rows for *_, rows in queries[-most:]])
+            rows_BN = np.stack([rows for *_, rows in queries[-most:]])
             del queries[-most:]
-            own = [edits_B[b] for b in which]
-            first = min(edit.first for edits in own for edit in edits) // group * group
-            some = -(-(max(edit.end for edits in own for edit in edits) - first) // group) * group
-            begin_B = to_device(position_M[(ends - count_B)[which]], device)
-            for index_BN in np.split(all_BN, range(of_scores, count, of_scores), 1):
-                position_BN = position_M[index_BN]
-                removed = removed_edges(position_BN, own, first, some, int(position_BN.max()) + 1)
-                end_BN, row_BN, removed_BNHT = (to_device(each, device) for each in (position_BN, index_BN, removed))
-                yield _Batch(which, position_BN, end_BN, row_BN, begin_B, first, some, removed_BNHT)
+            for part_BN in np.split(rows_BN, range(of_scores, count, of_scores), 1):
+                yield _batch(call, which, part_BN, device)
+
+
+def _batch(call: _Call, which: list[int], rows_BN: np.ndarray, device: torch.device) -> _Batch:
+    """Return a batch of some of a call's requests, each with some of its rows."""
+    own, position_BN = [call.edits_B[b] for b in which], call.position_M[rows_BN]
+    first = min(edit.first for edits in own for edit in edits) // call.group * call.group
+    end = max(edit.end for edits in own for edit in edits)
+    heads = -(-(end - first) // call.group) * call.group
+    begin_B = call.position_M[(np.cumsum(call.count_B) - call.count_B)[which]]
+    index_BN, end_BN, begin_B = (to_device(each, device) for each in (rows_BN, position_BN, begin_B))
+    edges = edges_of(position_BN, own, first, heads, device)
+    return _Batch(which, rows_BN, position_BN, index_BN, end_BN, begin_B, first, heads, edges)
 
 
 def _results(pattern_BNHT: torch.Tensor, value_BTKE: torch.Tensor) -> torch.Tensor:

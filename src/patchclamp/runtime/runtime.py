@@ -885,7 +885,7 @@ class Runtime:
     def begin(self, batch: Batch, requests: Sequence[str] = ()) -> None:
         """Plan a step for a batch; without programs it is idle. Steps of the same `requests` may reuse the plan."""
         self.continuity.forget()
-        self.plan = None
+        self.plan = self._edits = None  # `end` was not called if the last step failed
         if not batch.slot.any():
             return
         self.steps_planned += 1
@@ -904,6 +904,7 @@ class Runtime:
         total: the number of tokens
         samples: how many final tokens of each request get logits; None: one each
         """
+        self._edits = None
         sameness = self.continuity.judge(requests, position, total)
         if sameness == "changed":
             row, position, count = row.astype(np.int64), position.astype(np.int64), count.astype(np.int64)
