@@ -125,7 +125,7 @@ def _within(position_N: np.ndarray, ranges_RX: np.ndarray) -> tuple[np.ndarray, 
 
 
 class Edges(NamedTuple):
-    """Where the edits of B requests act, on the device.
+    """The queries, heads and keys that B requests' edits act on, as masks on the device.
 
     removed: for each knockout of a request, masks of its queries [B, N], heads [B, H] and keys [B, T]
     others: for each other edit, its request, the bounds of its heads, masks of its queries [N] and keys [T], and each
@@ -141,8 +141,8 @@ class Edges(NamedTuple):
 def edges_of(
     position_BN: np.ndarray, edits_B: Sequence[Sequence[PatternEdit]], first: int, heads: int, device: torch.device
 ) -> Edges:
-    """Return where edits act among the queries at these positions, the `heads` heads starting at `first`, and the keys
-    up to the last query."""
+    """Return the edges that edits act on, among the queries at these positions, the `heads` heads starting at `first`,
+    and the keys up to the last query."""
     count, length = len(position_BN), int(position_BN.max()) + 1
     knockouts = [[edit for edit in edits if edit.factor is None] for edits in edits_B]
     removed = []
