@@ -127,7 +127,7 @@ def _within(position_N: np.ndarray, ranges_RX: np.ndarray) -> tuple[np.ndarray, 
 class Edges(NamedTuple):
     """The queries, heads and keys that B requests' edits act on, as masks on the device.
 
-    removed: for each knockout of a request, masks of its queries [B, N], heads [B, H] and keys [B, T]
+    removed: every request's first knockout, then its second, …: masks of queries [B, N], heads [B, H], keys [B, T]
     others: for each other edit, its request, the bounds of its heads, masks of its queries [N] and keys [T], and each
         query's index into its `rows` [N]
     heads_BH: a mask of the heads that a request edits
