@@ -79,7 +79,7 @@ def gradients(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
     stream: np.ndarray | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `Engine.gradients`. The caller must have exclusive use of the model. Raises as `_watching`."""
+    """Implement `Engine.gradients`. The caller needs exclusive use of the model. Raises like `_watching`."""
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     with _watching(net, sites, points, stream) as (tensors, run):
         logprobs_V = run([prompt_token_ids]).logits[0, -1].float().log_softmax(-1)
@@ -100,7 +100,7 @@ def gradients(
 def jacobians(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], positions: list[int]
 ) -> dict[int, np.ndarray]:
-    """Implement `Engine.jacobians`. The caller must have exclusive use of the model. Raises as `_watching`.
+    """Implement `Engine.jacobians`. The caller needs exclusive use of the model. Raises like `_watching`.
 
     Each pass runs B copies of the prompt; copy b computes one row of every Jacobian.
     """

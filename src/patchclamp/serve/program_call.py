@@ -704,7 +704,7 @@ def prompt_in(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
     if kind == "multimodal":
         return prompt["prompt_token_ids"], None, images.images_in(prompt)
     if kind != "token":
-        raise ProgramError(f"programs support only text and images, got a prompt of {kind}: omit one of them")
+        raise ProgramError(f"programs support only text and image prompts, got {kind!r}: omit the program")
     return prompt["prompt_token_ids"], prompt.get("prompt"), []
 
 

@@ -232,7 +232,7 @@ class Front:
         await asyncio.shield(self._proving)
 
     async def hear(self) -> None:
-        """Apply the changes to kept objects and to the weights made by the server's other API processes."""
+        """Apply changes that the server's other API processes made to kept objects and weights."""
         for note in await self._channel.news():
             self.kept.hear(note, self.lm)
         await self.engine.count_updates()

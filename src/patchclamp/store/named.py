@@ -41,7 +41,7 @@ class Means(msgspec.Struct, frozen=True):
         if not rows or not all(isinstance(row, Vector) and row.shape == (rows[0].shape[-1],) for row in rows):
             raise ShapeError("expected one or more sites, and for each a vector [D] of the same width")
         if not all(isinstance(ref, str) for ref in self.rows):
-            raise ProgramError("expected the sites of means as strings")
+            raise ProgramError("expected site names (strings) as keys")
 
     def __repr__(self) -> str:
         return f"Means({', '.join(self.rows)})"

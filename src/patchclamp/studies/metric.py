@@ -74,7 +74,7 @@ class Metric(PublicStruct, frozen=True):
         pc.studies.patch_sweep(lm, clean=..., corrupt=..., answer=" Paris", metric=pc.studies.Metric(entropy, top=50))
 
     function: called with a `Logprobs` for every run; returns a number
-    tokens: tokens to grade besides answer and foil, as texts of one token or ids: `logprobs[" Berlin"]`
+    tokens: tokens to grade besides answer and foil, as single-token texts or ids: `logprobs[" Berlin"]`
     top: the number of likeliest next tokens to report, at most 128. Each cell then takes one more run
     name: label in tables and figures; the function's name by default
     """

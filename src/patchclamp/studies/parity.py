@@ -209,8 +209,8 @@ class _Seen(NamedTuple):
 
     engine: its name and version
     edits: the edit at each site, by name
-    moved: change of the next token's logits [V] by each edit
-    noise: largest difference of these logits without an edit, in the same batch
+    moved: change in the next token's logits [V] per edit
+    noise: largest difference in these logits without an edit, in the same batch
     """
 
     engine: str

@@ -182,7 +182,7 @@ def _is_whole(key: Any) -> bool:
 
 
 def written(key: Any) -> str:
-    """Return the source text of a key in brackets."""
+    """Return a subscript key's source text."""
     return str(Range.of(key)) if isinstance(key, slice) else str(key)
 
 

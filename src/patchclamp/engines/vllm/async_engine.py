@@ -136,7 +136,7 @@ class AsyncEngine(VllmFrontEnd):
             raise as_patchclamp_error(error) from error
 
     async def _grade(self, calls: Grading, beat: Callable[[], None]) -> None:
-        """Carry out a grading's calls. The core steps its requests between batches. `beat` is called while the grading
+        """Run a grading job's calls. The core steps other requests between batches. `beat` is called while the job
         waits for room, to detect a disconnected caller."""
         name = secrets.token_hex(8)  # clients may use one name for two jobs
         tries = int(LEASE_S / RETRY_S)  # other requests may hold its resources

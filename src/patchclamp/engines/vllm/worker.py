@@ -391,7 +391,7 @@ class Attached:
 
     def _positions(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
         """Return each request of a step and its first computed position. With steps scheduled ahead, positions may be
-        too high. The device's exact ones are read only if a program acts at or after the lowest possible ones."""
+        too high; exact ones are read from the device only if a program acts at or after the lowest possible."""
         positions = list(compat.positions(scheduler_output))
         earliest = ((request, max(begin - self._most_ahead, 0)) for request, begin in positions)
         if not self._most_ahead or not self.runtime.steps_left(earliest):

@@ -501,7 +501,7 @@ def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
     free = shutil.disk_usage(place).free
     if needs > free:
         raise CapacityError(
-            f"{place} requires {needs / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free: choose "
+            f"{place} requires {needs / 1e9:.1f} GB, but {free / 1e9:.1f} GB is free: choose "
             "fewer sites, a narrower dtype, a projection, or another disk"
         )
     shards = max((len(manifest.shards_of(number)) for number in unsealed), default=0)

@@ -481,7 +481,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def written(self) -> tuple[StoredSite, ...]:
-        """The sites written while a part is being filled, the features, and the norms."""
+        """The sites, features and norms written while a part is being filled."""
         norms = () if self.norms is None else (self.norms,)
         return (*self.sites, *(one.filling for one in self.features), *norms)
 
