@@ -146,6 +146,20 @@ class Bench:
             "lenses": lambda: self.lm.lens(self.lm.run(self.prompts(self.length, count=64), capture=lens, **options)),
         })  # fmt: skip
 
+    def knockouts(self) -> None:
+        """An edge into the last token of each prompt, or one into every generated token, in all layers."""
+        options = {"max_tokens": self.new, "sampling": {"ignore_eos": True}}
+        keys = [f"prompt[{i % self.length}]" for i in range(64)]
+        programs: dict[str, list[Any]] = {
+            "no program": [[]] * 64,
+            "an edge into the prompt": [[pc.Knockout(key, pc.pattern, pc.prompt[-1])] for key in keys],
+            "edges into generated tokens": [[pc.Knockout(key, pc.pattern, pc.generated)] for key in keys],
+        }  # fmt: skip
+        self.compare(f"64 requests of {self.length + 1} + {self.new} tokens, {self.lm.model.layers} layers", {
+            name: lambda edits=edits: self.lm.run(self.prompts(self.length + 1, count=64), edits=edits, **options)
+            for name, edits in programs.items()
+        })  # fmt: skip
+
     def features(self) -> None:
         """The largest 32 of an SAE's 16,384 features, of every token, in the caller's hands; and one feature set."""
         width, at, count = self.lm.model.d_model, pc.resid_post[self.middle], 1 << 14
