@@ -53,7 +53,7 @@ def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
 
 
 def disorder(ref: SiteRef, plain: Run, edited: Run, watched_refs: list[str]) -> str:
-    """Describe the first wrong effect of an edit at `ref`; "" if there is none. Compares the last token's rows."""
+    """Describe the first wrong effect of an edit at `ref`, or return "". Compares the last token's rows."""
     for watched_ref in watched_refs:
         name = watched_ref.partition("[")[0]
         gap = _gap(np.asarray(edited[watched_ref]), np.asarray(plain[watched_ref]))
@@ -207,7 +207,7 @@ class Proof(msgspec.Struct, frozen=True):
     width, layout: the width and layout of its rows
     shape, noop, edit: True if the proof holds
     note: the first layer that fails, and the reason
-    adds: True if the sums that include it hold; None if there are none
+    adds: True if the sums that include it hold; None if no sum does
     order: True if edits moved only the tensors computed from the site; None if its layer has no tensors to compare
     tried: the number of its layers in which an edit was tried
     """

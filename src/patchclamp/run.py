@@ -844,7 +844,7 @@ class Run:
         return positions, rows
 
     def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
-        """Return the ops that captured a point, or only `ordinal`. Raises `MissingSource` if there are none."""
+        """Return the ops that captured a point, or only `ordinal`. Raises `MissingSource` if it was not captured."""
         ordinals = [i for i in self._captures_at.get(point, []) if ordinal in (None, i)]
         if ordinal is not None and ordinal >= PROBE:
             ordinals = [ordinal]
@@ -1308,7 +1308,7 @@ def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
 
 
 def pooled(rows: torch.Tensor | np.ndarray, pool: str, name: str) -> torch.Tensor:
-    """Pool rows [T, ...] into one, [...], in fp32. Raises `TokensError` if there are none."""
+    """Pool rows [T, ...] into one, [...], in fp32. Raises `TokensError` if T is 0."""
     if len(rows) == 0:
         raise TokensError(f"{name}: the selection is empty, so there is nothing to pool", "pool")
     if pool == "last":

@@ -265,7 +265,7 @@ class Recompute:
             logger.warning("patchclamp: every run is computed in full: %s. Results are unchanged.", self.whole_because)
 
     def _difference(self) -> str | None:
-        """Describe the first mismatch between passes from cuts and full passes; return None if there is none."""
+        """Describe the first mismatch between passes from cuts and full passes; None if all agree."""
         assert self._layers is not None
         layers, length = self._sites.layers, self._proof_tokens
         if length < 2:
@@ -306,7 +306,7 @@ class Recompute:
 
 
 def _reason(sites: SiteMap, way: str, config: Any) -> str:
-    """Return a reason to compute every run in full that needs no proof; "" if there is none."""
+    """Return the reason, known without a proof, to compute every run in full; otherwise ""."""
     if way == "all":
         return 'recompute="all"'
     if not sites.family.tabled:

@@ -445,7 +445,7 @@ class Lens(Readout, frozen=True, forbid_unknown_fields=True):
                 raise ShapeError(f"expected shape [{width}, {width}], got {list(one.matrix.shape)}", path)
 
     def translator(self, layer: int | None) -> Translator | None:
-        """Return a layer's translator; None if there is none."""
+        """Return a layer's translator, or None."""
         return next((one for one in self.translators or () if one.layer == layer), None)
 
 

@@ -135,7 +135,7 @@ def each_prompt(prompts: Any, path: str) -> list[tuple[Any, str]]:
 
 
 def chosen_positions(lm: LM, words: Words, tokens: Any, path: str) -> tuple[int, ...]:
-    """Return the positions of a prompt that a selection covers. Raises `TokensError` if there are none."""
+    """Return the positions of a prompt that a selection covers. Raises `TokensError` for an empty selection."""
     try:
         prompt = prompt_of(lm.tokenizer, words.ids, words.text, None)
         selected = prompt.select(selection(tokens), len(words.ids)).tolist()

@@ -49,7 +49,7 @@ ALONE = ("logprob", "prob")  # metrics of the answer without a foil
 class Logprobs(PublicStruct, frozen=True):
     """The log-probabilities of one run, for a `Metric`.
 
-    answer, foil: log-probabilities of answer and foil, summed over their tokens; `foil` is NaN if there is none
+    answer, foil: log-probabilities of answer and foil, summed over their tokens; `foil` is NaN without a foil
     tokens: the metric's own tokens, by text and by id · top: the likeliest next tokens, by id, likeliest first
     """
 

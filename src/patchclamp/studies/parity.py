@@ -81,7 +81,7 @@ class Parity(msgspec.Struct, frozen=True):
 
     @property
     def first(self) -> str | None:
-        """The first place that is out of tolerance, in computation order; None if there is none."""
+        """The first place out of tolerance, in computation order, or None."""
         wrong = [place for place, gap in self.gaps.items() if not gap <= self.bounds.rows]
         return min(wrong, key=_order, default=None)
 

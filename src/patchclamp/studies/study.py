@@ -321,7 +321,7 @@ class StudyField(NamedTuple):
 
     name: str
     type: Any
-    default: Any  # `REQUIRED` if there is none
+    default: Any  # `REQUIRED` without a default
     doc: str
 
     @property

@@ -212,7 +212,7 @@ class NonTensor:
         return self._attribute(name)
 
     def _attribute(self, name: str) -> Any:
-        """Look up an attribute by its name. Raises `ProgramError` if there is none."""
+        """Look up an attribute by its name. Raises `ProgramError` for an unknown name."""
         raise AttributeError(name)
 
     @classmethod

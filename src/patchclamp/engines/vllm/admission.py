@@ -285,7 +285,7 @@ class Admission:
         return bool(self._orders.release or self._orders.admit)
 
     def take_orders(self) -> Orders | None:
-        """Take the workers' tasks for the next step; None if there are none."""
+        """Take the workers' tasks for the next step; None without tasks."""
         if not self.has_orders:
             return None
         orders, self._orders = self._orders, Orders([], [], {})

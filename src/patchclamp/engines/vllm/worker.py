@@ -161,7 +161,7 @@ class Exchange:
         return list(pairs)
 
     def _owner(self, point: int, reader: int) -> int | None:
-        """Find a worker, preferably the reader, with the reader's shard of a point's rows; None if there is none."""
+        """Find a worker, preferably the reader, with the reader's shard of a point's rows; None if no worker has it."""
         sharded = self._runtime.sites.shard_count(point) > 1
         has = self._has_tap[:, point].astype(bool) & self._keeps[:, point].astype(bool)
         if sharded:

@@ -30,7 +30,7 @@ class HarvestRows(Dataset[Values]):
 
     def __init__(self, data: Any, sites: list[str], index: bool = False) -> None:
         self._data, self._sites, self._count, self._with_index = data, sites, len(data), index
-        data.array(sites[0])  # raises if there is none
+        data.array(sites[0])  # raises for an unknown site
 
     @functools.cached_property
     def _arrays(self) -> dict[str, list[np.ndarray]]:
@@ -82,7 +82,7 @@ class HarvestBatches(IterableDataset[Values]):
     def __init__(self, data: Any, sites: list[str], size: int, repeat: bool = False, index: bool = False) -> None:
         check_whole(size, "size", 1)
         self.data, self.sites, self.size, self.repeat, self.index = data, sites, size, repeat, index
-        data.array(sites[0])  # raises if there is none
+        data.array(sites[0])  # raises for an unknown site
 
     def __iter__(self) -> Iterator[Values]:
         worker = get_worker_info()

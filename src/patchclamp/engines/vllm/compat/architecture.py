@@ -70,8 +70,8 @@ def site_map(vllm_config: VllmConfig) -> SiteMap:
 
 
 def find_sites(vllm_config: VllmConfig) -> SiteMap:
-    """Find the site map of an engine's model, from a table or from the model's class. Raises `ModelError`, with advice,
-    if there is none."""
+    """Find the site map of an engine's model, from a table or from the model's class, or raise `ModelError` with
+    advice."""
     return _map_of(vllm_config, _family(vllm_config, configuration.model_facts(vllm_config)))
 
 
