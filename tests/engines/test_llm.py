@@ -280,6 +280,23 @@ def test_log_probabilities_beside_a_program_are_in_its_run(llm):
         _ = lm.run(PROMPTS[0], max_tokens=1).prompt_top_logprobs
 
 
+@pytest.mark.slow  # an engine of its own
+def test_prompts_are_not_read_with_adapters(tiny):
+    """vLLM would give a prompt's rows the adapters of other rows. Whoever carries a program there is refused."""
+    with surroundings(False):
+        own = LLM(tiny, **OPTIONS, enable_lora=True, additional_config={"patchclamp": {}})
+    try:
+        program = pc.Program.of(pc.Add(VECTOR, at=SITE))
+        refused, steered = generate(own, asked(program, prompt_logprobs=1)), generate(own, asked(program, logprobs=0))
+        for output in refused:
+            with pytest.raises(ProgramError) as raised:
+                _ = output.outputs[0].patchclamp.logprobs
+            assert raised.value.path == "prompt_logprobs"
+        assert all(len(output.outputs[0].patchclamp.logprobs) == 6 for output in steered)
+    finally:
+        shut_down(own.llm_engine, alone=len(sync_engine.alive) < 2)
+
+
 def test_programs_name_what_is_in_the_bank_of_the_llm(llm):
     """Of any `pc.LM` of it; an entry that is gone is refused before the run."""
     pc.LM(llm).bank["d"] = VECTOR

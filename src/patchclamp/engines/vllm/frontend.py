@@ -43,7 +43,7 @@ from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Lease, Verdict
 from patchclamp.engines.vllm.bulk import LATER, BatchResult, Job, JobPrompt
-from patchclamp.engines.vllm.compat import configuration
+from patchclamp.engines.vllm.compat import configuration, lora
 from patchclamp.engines.vllm.compat.architecture import site_map
 from patchclamp.engines.vllm.compat.clients import Table, decoded, draft_counts, log_monitors, tables_of
 from patchclamp.engines.vllm.compat.core import joined_verdict
@@ -291,15 +291,11 @@ class VllmFrontEnd(Engine):
 
     def _underway(self, request: Request) -> Underway:
         """Create the state of a request before it is submitted. Raises `ProgramError` for scores with speculative
-        decoding (vLLM confuses the rows of scored and draft tokens, and the engine would stop), and for
-        log-probabilities of prompts with adapters (vLLM applies the sampled rows' adapters to the prompt's rows)."""
+        decoding (vLLM confuses the rows of scored and draft tokens, and the engine would stop), and as
+        `lora.check_prompt_logprobs`."""
         if request.score and self.config.speculative_config is not None:
             raise ProgramError("score is not supported with speculative decoding: use logprobs instead", "score")
-        if request.prompt_logprobs is not None and self.config.lora_config is not None:
-            raise ProgramError(
-                "prompt_logprobs is not supported with enable_lora: use score for the tokens after a prompt",
-                "prompt_logprobs",
-            )
+        lora.check_prompt_logprobs(self.config, request.prompt_logprobs)
         underway = Underway(request, self._decoder(request) if self._has_text else None, self.monitors)
         if self.keeps_scores:
             self.monitor_log.runs[request.run] = underway.monitored

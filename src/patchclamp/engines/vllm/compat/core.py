@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from patchclamp.engines.vllm.admission import Admission, RequestProgram, SelfCheck, Verdict
-from patchclamp.engines.vllm.compat import connectors, images
+from patchclamp.engines.vllm.compat import connectors, images, lora
 from patchclamp.engines.vllm.compat.configuration import KEY, enabled
 from patchclamp.engines.vllm.compat.seams import forwards, seam
 from patchclamp.engines.vllm.monitors import SlotScores, columns_of, monitors_of_config
@@ -319,6 +319,7 @@ class _Admitting:
             _check_beside_drafts(self._core.vllm_config, request, program)
             connectors.check_transfer(self._scheduler, request)
             assert request.sampling_params is not None
+            lora.check_prompt_logprobs(self._core.vllm_config, request.sampling_params.prompt_logprobs)
             if (request.sampling_params.extra_args or {}).get(WEIGHTS, 0) != updates:
                 raise RunError(NEW_WEIGHTS)
             if request.resumable:

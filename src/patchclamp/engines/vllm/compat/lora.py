@@ -20,10 +20,10 @@ import msgspec
 import torch
 
 from patchclamp.engines.base import Adapter, Request
-from patchclamp.errors import CapacityError, EngineError, ModelError
+from patchclamp.errors import CapacityError, EngineError, ModelError, ProgramError
 
 if TYPE_CHECKING:
-    from vllm.config import LoRAConfig
+    from vllm.config import LoRAConfig, VllmConfig
     from vllm.lora.model_manager import LoRAModelManager
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -37,6 +37,16 @@ class _Loaded(msgspec.Struct):
 
     request: LoRARequest
     runs: set[str]
+
+
+def check_prompt_logprobs(vllm_config: VllmConfig, prompt_logprobs: int | None) -> None:
+    """Raise `ProgramError` for log-probabilities of a prompt on an engine with adapters: vLLM applies the sampled rows'
+    adapters to the prompt's rows."""
+    if prompt_logprobs is not None and vllm_config.lora_config is not None:
+        raise ProgramError(
+            "prompt_logprobs is not supported with enable_lora: use score for the tokens after a prompt",
+            "prompt_logprobs",
+        )
 
 
 class Adapters:
