@@ -89,12 +89,8 @@ def _knocked(lm: pc.LM, net: Any, prompt: list[int]) -> float:
     return error
 
 
-CELLS = 64
-
-
 def cost(rounds: int) -> None:
-    """The last token's pattern for all heads of 4 layers, and knockouts, at batch 64 and 2,000 cached tokens, 8B shape.
-    Then against eager attention: patterns of whole prompts, and a knockout of each of 64 edges into the last token."""
+    """The last token's pattern for all heads of 4 layers, and knockouts, at batch 64 and 2,000 cached tokens, 8B shape."""
     folder = shape_only(Path(tempfile.mkdtemp()), "8b", None)
     draw = np.random.default_rng(0)
     options = {
@@ -133,13 +129,6 @@ def cost(rounds: int) -> None:
             found = [run[each] for each in layers]
             ours.append(time.perf_counter() - begin)
             del run, found
-        cells: list[float] = []
-        for prompt in prompts:
-            edits = [[pc.Knockout(f"prompt[{key}]", pc.pattern, "prompt[-1]")] for key in range(CELLS)]
-            begin = time.perf_counter()
-            runs: Any = lm.run([prompt[: 2 * CELLS]] * CELLS, edits=edits, score=[7], max_tokens=1)
-            _ = [run.scores[7] for run in runs]
-            cells.append(time.perf_counter() - begin)
     with torch.device("cuda"):
         config = transformers.AutoConfig.from_pretrained(folder)
         net: Any = transformers.AutoModelForCausalLM.from_config(
@@ -153,20 +142,10 @@ def cost(rounds: int) -> None:
         found = [attentions[i].float().cpu() for i in (4, 12, 20, 28)]
         theirs.append(time.perf_counter() - begin)
         del attentions, found
-    hooked: list[float] = []
-    for prompt in prompts:
-        begin, length = time.perf_counter(), 2 * CELLS
-        mask = torch.full((length, length), -torch.inf, dtype=torch.bfloat16, device="cuda").triu(1)
-        masks = mask.repeat(CELLS, 1, 1, 1)
-        masks[torch.arange(CELLS), 0, -1, torch.arange(CELLS)] = -torch.inf
-        with torch.no_grad():
-            ids = torch.tensor([prompt[:length]] * CELLS).cuda()
-            logits = net(ids, attention_mask=masks, logits_to_keep=1).logits
-        _ = logits[:, 0].float().log_softmax(-1)[:, 7].tolist()
-        hooked.append(time.perf_counter() - begin)
-    for name, (base, own) in {"whole prompts": (theirs, ours), "an edge sweep": (hooked, cells)}.items():
-        peer = f"{name}, eager Transformers"
-        _tell({peer: base[1:], name: own[1:]}, peer)
+    _tell(
+        {"whole prompts, eager Transformers": theirs[1:], "whole prompts": ours[1:]},
+        "whole prompts, eager Transformers",
+    )
 
 
 def _tell(times: dict[str, list[float]], base: str) -> None:
