@@ -394,7 +394,7 @@ WORK = {  # of a client, over and over
 }
 
 
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", ["kept", *(pytest.param(each, marks=pytest.mark.slow) for each in ("batch", "sweep"))])
 def test_a_client_that_is_killed_leaves_nothing(lm, server, work):
     """Neither what runs nor what was captured before, which in a sweep is the clean run; within seconds."""
     script = f"""

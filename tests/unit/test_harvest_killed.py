@@ -38,8 +38,9 @@ def start(processes, folder: Path, what: str, count: int) -> int:
 # of 40 documents, and of about 300 syncs and statements of ledgers; the last 30 syncs of each part seal it
 @pytest.mark.parametrize(
     ("what", "least", "most", "seed"),
-    [pytest.param("documents", 6, 20, 0, marks=pytest.mark.slow), ("syncs", 30, 120, 1)],
+    [("documents", 6, 20, 0), ("syncs", 30, 120, 1)],
 )
+@pytest.mark.slow
 def test_killed_and_resumed_it_has_the_same_bytes(processes, tmp_path, whole, what, least, most, seed):
     draw = np.random.default_rng(seed)
     kills = 0

@@ -242,6 +242,7 @@ def killed_at(path: Path, statement: int) -> tuple[int, int]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), appended
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_at_any_statement_is_resumed(tmp_path, monkeypatch):
     """While the file is made too, and in the middle of transactions."""
     monkeypatch.setattr(store, "SYNCHRONOUS", "OFF")  # a kill loses nothing that the system has
