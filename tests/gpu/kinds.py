@@ -42,6 +42,7 @@ PARTS = {
     "fp8": "8b",
     "fp8 cache": "8b",
     "nvfp4": "8b",
+    "offload": "0.6b",
     "ngram": "",
     "v1 ngram": "",
 }  # by part: the shape of its model
@@ -59,6 +60,8 @@ def kinds(part: str, model: str, **changed: Any) -> None:
         drafts(part, **changed)
     elif part.endswith("lora"):
         lora(part, model, **({"tensor_parallel_size": 2} if part.startswith("tp2") else {}), **changed)
+    elif part == "offload":
+        offload(part, model, **changed)
     else:
         fp8(part, model, **changed)
 
@@ -267,6 +270,56 @@ def _as_merged(part: str, model: str, adapters: list[str | None], asked: list[di
         near = _as_near(graphs, eager) and _near(graphs, ROUNDED)
         note(part, f"4 {what}, as near fp32 and merged weights as an eager engine", near, _beside(graphs, eager))
     note(part, "  from the model without the adapter, for scale", None, _told(unlike))
+
+
+# -- offloading
+
+
+def offload(part: str, model: str, **changed: Any) -> None:
+    """A cache too small for two prompts, whose blocks go to host memory and come back. Plain requests load them; requests
+    with programs load none, and are as on an engine without offloading. `changed`: another connector's options."""
+    import patchclamp as pc
+
+    ids = np.random.default_rng(5).integers(100, 30000, (4, 600)).tolist()
+    options = _options({}, enable_prefix_caching=True, num_gpu_blocks_override=72)
+    hard = [pc.Add([1.0] * 1024, pc.resid_post[0])]
+    kept = {"capture": [pc.resid_post, pc.pattern[1] @ pc.prompt[-1]]}
+    story = [{}, {"edits": hard}, {}, {"edits": hard}, {"edits": hard, **kept}, kept, {}]
+
+    def told(lm: Any) -> list[Any]:
+        runs = []
+        for program in story:
+            runs.append(lm.run(ids[0], **program, **GREEDY))
+            if "capture" in program:
+                _read(runs[-1:], ["resid_post[0]", "resid_post[3]", "pattern[1]"])
+            for other in ids[1:]:  # which take all blocks
+                lm.run(other, max_tokens=1)
+        return runs
+
+    with contextlib.ExitStack() as running:
+        stock = running.enter_context(Stock(model, options | (changed or OFFLOADED), None, **fresh("stock", part)))
+        running.enter_context(surroundings(fresh("ours", part)))
+        with pc.LM(model, engine="vllm", prove=False, **options) as lm:
+            plain = told(lm)
+        with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options, **(changed or OFFLOADED)) as lm:
+            started(part, lm)
+            _stock(part, stock.answer(), lm)
+            ours = told(lm)
+    cached = [run.cached_tokens for run in ours]
+    loads = all((count >= 512) == (program == {}) for count, program in zip(cached[1:], story[1:], strict=True))
+    note(part, "plain requests load from host memory, requests with programs load nothing", loads, f"{cached}")
+    note(part, "without offloading nothing is left", not any(run.cached_tokens for run in plain), "")
+    gaps = [float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(ours, plain, strict=True)]
+    note(part, "3 every request is as without offloading", _same_tokens(ours, plain) and max(gaps) < CACHED_OFF,
+         f"logprobs up to {max(gaps):g} apart")  # fmt: skip
+    moved = float(np.abs(np.subtract(ours[0].logprobs, ours[1].logprobs)).max())
+    note(part, "  edits change the log-probabilities", moved > 10 * CACHED_OFF, f"{moved:g}")
+    far = _far(ours[4:6], plain[4:6], ["resid_post[0]", "resid_post[3]", "pattern[1]"])
+    whole = all(run.positions("resid_post[0]") == list(range(600 + TOKENS - 1)) for run in ours[4:6])
+    note(part, "4 captures have every position, and are near", whole and _near(far, NEAR), _told(far))
+
+
+OFFLOADED = {"kv_offloading_size": 1.0}  # GiB
 
 
 # -- fp8

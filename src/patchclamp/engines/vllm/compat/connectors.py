@@ -1,7 +1,9 @@
 """KV connectors, which store prompts' keys and values outside the engine and load them for other requests and engines.
 
 Stored keys and values do not record edits, and loaded positions are not computed, so they are not captured. Requests
-with programs therefore bypass the connector: it is not queried for them, nor notified of their blocks.
+with programs therefore bypass the connector: it is not queried for them, nor notified of their blocks. A connector in
+`KEYED` stores by block hash, which includes edits, and must see every allocation, because it copies blocks after they
+were freed: there, requests with programs only load nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1."
 _WHY = "keep programs from connectors"
+KEYED = ("OffloadingConnector",)
 seam(_BASE + "get_num_new_matched_tokens", _WHY, "self, request, num_computed_tokens")
 seam(_BASE + "update_state_after_alloc", _WHY, "self, request, blocks, num_external_tokens")
 seam(_BASE + "build_connector_meta", _WHY, "self, scheduler_output")
@@ -30,9 +33,12 @@ seam(_BASE + "request_finished", _WHY, "self, request, block_ids")
 
 
 def bypass(scheduler: Scheduler, has_program: Callable[[SamplingParams | None], bool]) -> None:
-    """Hide requests with programs from a scheduler's connector, if it has one."""
+    """Hide requests with programs from a scheduler's connector, if it has one; with one of `KEYED`, load nothing."""
     connector: Any = scheduler.connector
     if connector is None:
+        return
+    if type(connector).__name__ in KEYED:
+        _load_nothing(connector, has_program)
         return
     match, loaded, make = (
         connector.get_num_new_matched_tokens, connector.update_state_after_alloc, connector.build_connector_meta
@@ -66,6 +72,22 @@ def bypass(scheduler: Scheduler, has_program: Callable[[SamplingParams | None], 
     for wrapper in (get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta, on_new_request,
                     request_finished):  # fmt: skip
         setattr(connector, wrapper.__name__, wrapper)
+
+
+def _load_nothing(connector: Any, has_program: Callable[[SamplingParams | None], bool]) -> None:
+    match = connector.get_num_new_matched_tokens
+
+    @forwards(match)
+    def get_num_new_matched_tokens(request: Request, num_computed_tokens: int) -> Any:
+        asked, request.skip_reading_prefix_cache = (
+            request.skip_reading_prefix_cache, request.skip_reading_prefix_cache or has_program(request.sampling_params)
+        )  # fmt: skip
+        try:
+            return match(request, num_computed_tokens)
+        finally:
+            request.skip_reading_prefix_cache = asked
+
+    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
 
 
 def check_alone(vllm_config: VllmConfig, others: bool) -> None:
