@@ -30,10 +30,11 @@ def main() -> None:
     asked = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     device, dtype, length = ("cuda", torch.bfloat16, 128) if on_gpu else ("cpu", torch.float32, 40)
-    options = {"gpu_memory_utilization": 0.4} if on_gpu else {"enforce_eager": True}
-    lm = pc.LM(asked.model, engine="vllm", prove=False, max_num_seqs=CELLS, max_num_batched_tokens=8192, **options)
+    options: dict = {"gpu_memory_utilization": 0.4} if on_gpu else {"enforce_eager": True}
+    options |= {"skip_tokenizer_init": True, "max_num_seqs": CELLS, "max_num_batched_tokens": 8192}
+    lm = pc.LM(asked.model, engine="vllm", prove=False, **options)
     net = transformers.AutoModelForCausalLM.from_pretrained(
-        resolve(asked.model, {}), dtype=dtype, attn_implementation="eager", device_map=device
+        resolve(asked.model, options), dtype=dtype, attn_implementation="eager", device_map=device
     )
     keys = [i % (length - 1) for i in range(CELLS)]
     edits = [[pc.Knockout(f"prompt[{key}]", pc.pattern, "prompt[-1]")] for key in keys]

@@ -158,7 +158,7 @@ def main() -> None:
     if "--v1" in sys.argv:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if "--cost" in sys.argv:
-        cost(9)
+        cost(5)
         return
     given = [name for name in sys.argv[1:] if not name.startswith("--")]
     for name in given or (FAMILIES[:2] if "--v1" in sys.argv else FAMILIES):

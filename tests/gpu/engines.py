@@ -28,9 +28,10 @@ BASE = {
 
 class Stock:
     """Stock vLLM without the plugin, which begins to answer `PROMPTS` in a process of its own, each with the adapter in
-    a folder, if any."""
+    a folder, if any, `later` prompts one after the other."""
 
-    def __init__(self, model: str, options: dict, adapters: list | None = None, **environ: str) -> None:
+    def __init__(self, model: str, options: dict, adapters: list | None = None, later: list | None = None,
+                 **environ: str) -> None:  # fmt: skip
         code = (
             "import json, sys\nfrom vllm import LLM, SamplingParams\nfrom vllm.lora.request import LoRARequest\n"
             "a = json.loads(sys.argv[1])\n"
@@ -39,12 +40,13 @@ class Stock:
             "n = {f: LoRARequest(f, i + 1, f) for i, f in enumerate(sorted({f for f in a['adapters'] or [] if f}))}\n"
             "l = a['adapters'] and [n.get(f) for f in a['adapters']]\n"
             "o = llm.generate([{'prompt_token_ids': p} for p in a['prompts']], s, use_tqdm=False, lora_request=l)\n"
+            "for p in a['later']:\n    o += llm.generate([{'prompt_token_ids': p}], s, use_tqdm=False)\n"
             "assert 'patchclamp' not in sys.modules\n"
             "print('RESULT ' + json.dumps([[list(x.token_ids), [t[i].logprob.hex() for t, i in "
             "zip(x.logprobs, x.token_ids)]] for x in (y.outputs[0] for y in o)]))"
         )
         asked = json.dumps({"model": model, "options": options, "prompts": PROMPTS, "n": TOKENS,
-                            "adapters": adapters})  # fmt: skip
+                            "adapters": adapters, "later": later or []})  # fmt: skip
         environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environ}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen([sys.executable, "-c", code, asked], env=environment, text=True,
@@ -58,7 +60,7 @@ class Stock:
         self._process.wait()
 
     def answer(self) -> list:
-        """Token ids and logprobs, in hex, of each prompt. Raises `RuntimeError` with the end of what it complained of."""
+        """Token ids and logprobs, in hex, of each prompt, `later` ones last. Raises `RuntimeError` with the end of what it complained of."""
         out, _ = self._process.communicate()
         lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
         if not lines:

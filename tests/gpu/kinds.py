@@ -276,8 +276,9 @@ def _as_merged(part: str, model: str, adapters: list[str | None], asked: list[di
 
 
 def offload(part: str, model: str, **changed: Any) -> None:
-    """A cache too small for two prompts, whose blocks go to host memory and come back. Plain requests load them; requests
-    with programs load none, and are as on an engine without offloading. `changed`: another connector's options."""
+    """A cache too small for two prompts, whose blocks go to host memory and come back. Plain requests load them, as on
+    stock vLLM; requests with programs load none, and are as on an engine without offloading. `changed`: another
+    connector's options."""
     import patchclamp as pc
 
     ids = np.random.default_rng(5).integers(100, 30000, (4, 600)).tolist()
@@ -285,6 +286,7 @@ def offload(part: str, model: str, **changed: Any) -> None:
     hard = [pc.Add([1.0] * 1024, pc.resid_post[0])]
     kept = {"capture": [pc.resid_post, pc.pattern[1] @ pc.prompt[-1]]}
     story = [{}, {"edits": hard}, {}, {"edits": hard}, {"edits": hard, **kept}, kept, {}]
+    plain, programs = [0, 2, 6], [1, 3, 4, 5]  # of the story
 
     def told(lm: Any) -> list[Any]:
         runs = []
@@ -293,28 +295,35 @@ def offload(part: str, model: str, **changed: Any) -> None:
             if "capture" in program:
                 _read(runs[-1:], ["resid_post[0]", "resid_post[3]", "pattern[1]"])
             for other in ids[1:]:  # which take all blocks
-                lm.run(other, max_tokens=1)
+                lm.run(other, **GREEDY)
         return runs
 
     with contextlib.ExitStack() as running:
-        stock = running.enter_context(Stock(model, options | (changed or OFFLOADED), None, **fresh("stock", part)))
+        stock = running.enter_context(
+            Stock(model, options | (changed or OFFLOADED), None, ids * len(plain), **fresh("stock", part))
+        )
         running.enter_context(surroundings(fresh("ours", part)))
         with pc.LM(model, engine="vllm", prove=False, **options) as lm:
-            plain = told(lm)
+            without = told(lm)
         with pc.LM(model, engine="vllm", prove=False, numerics="stock", **options, **(changed or OFFLOADED)) as lm:
             started(part, lm)
-            _stock(part, stock.answer(), lm)
+            answers = stock.answer()
+            _stock(part, answers[: len(PROMPTS)], lm)
             ours = told(lm)
     cached = [run.cached_tokens for run in ours]
     loads = all((count >= 512) == (program == {}) for count, program in zip(cached[1:], story[1:], strict=True))
     note(part, "plain requests load from host memory, requests with programs load nothing", loads, f"{cached}")
-    note(part, "without offloading nothing is left", not any(run.cached_tokens for run in plain), "")
-    gaps = [float(np.abs(np.subtract(a.logprobs, b.logprobs)).max()) for a, b in zip(ours, plain, strict=True)]
-    note(part, "3 every request is as without offloading", _same_tokens(ours, plain) and max(gaps) < CACHED_OFF,
+    note(part, "without offloading nothing is left", not any(run.cached_tokens for run in without), "")
+    mine, theirs = _answers([ours[at] for at in plain]), answers[len(PROMPTS) :: len(ids)]
+    note(part, "plain requests that load are stock vLLM's, bit for bit", mine == theirs,
+         f"{[a == b for a, b in zip(mine, theirs, strict=True)]}")  # fmt: skip
+    a, b = ([of[at] for at in programs] for of in (ours, without))
+    gaps = [float(np.abs(np.subtract(x.logprobs, y.logprobs)).max()) for x, y in zip(a, b, strict=True)]
+    note(part, "3 every request with a program is as without offloading", _same_tokens(a, b) and max(gaps) < CACHED_OFF,
          f"logprobs up to {max(gaps):g} apart")  # fmt: skip
     moved = float(np.abs(np.subtract(ours[0].logprobs, ours[1].logprobs)).max())
     note(part, "  edits change the log-probabilities", moved > 10 * CACHED_OFF, f"{moved:g}")
-    far = _far(ours[4:6], plain[4:6], ["resid_post[0]", "resid_post[3]", "pattern[1]"])
+    far = _far(ours[4:6], without[4:6], ["resid_post[0]", "resid_post[3]", "pattern[1]"])
     whole = all(run.positions("resid_post[0]") == list(range(600 + TOKENS - 1)) for run in ours[4:6])
     note(part, "4 captures have every position, and are near", whole and _near(far, NEAR), _told(far))
 
