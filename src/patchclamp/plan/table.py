@@ -593,7 +593,7 @@ def _attended(
 
 
 def columns_of(record: np.void) -> slice:
-    """Return the columns that a record edits."""
+    """Return the columns of the row that a record edits."""
     word = int(record["columns"]) & 0xFFFFFFFF
     return slice(word & 0xFFFF, word >> 16) if word else slice(None)
 
@@ -608,10 +608,10 @@ class ProgramTable:
     changed: the slots, and the (begin, end) of records, written since the last update of the device copy
     sampled [points]: True if a point has only sampled rows; default: no point
     coded: slots with `APPLY` records
-    scripted: those of them with code other than attention edits, whose numbers are negative
+    scripted: the coded slots with code other than attention edits (whose code numbers are negative)
     deciding: slots with `TEST` or `SPAN` records
     latches [slots + 1, LATCHES]: int32, each slot's latch positions, written by host kernels
-    drafted [slots + 1]: int32, the first position of each slot's last step if that had draft tokens, else NEVER
+    drafted [slots + 1]: int32, the first position of each slot's last step if that step had draft tokens, else NEVER
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:
