@@ -374,7 +374,7 @@ def _sums(
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
-    """Store each record's factor, from its op's sum over the whole row as edited by the preceding records."""
+    """Compute and store each record's factor, from the sum over the row as edited by the preceding records."""
     record, matched = records + begin.to(tl.int64) * WORDS, 1
     for number in range(begin, end):
         start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)

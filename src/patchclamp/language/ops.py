@@ -323,7 +323,7 @@ MAX_LAYERS = 1 << 16  # limit on a translator's layer while the model is unknown
 
 
 class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
-    """An affine map, A h + b, that a lens applies to a layer's rows first.
+    """An affine map, A h + b, that a lens applies to a layer's rows before decoding them.
 
     matrix, bias: A [D, D]; b [D] or None
     """

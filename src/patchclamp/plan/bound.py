@@ -243,7 +243,7 @@ class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
 
 
 class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
-    """Keep the lowest position whose bit `bit` is set in the request's latch `latch`. With `last`, keep 2 · p + b
+    """Keep, in the request's latch `latch`, the lowest position whose bit `bit` is set. With `last`, keep 2 · p + b
     instead, for the highest position p and its bit b."""
 
     kind: ClassVar[int] = LATCH
@@ -297,7 +297,7 @@ DECIDE = (TEST, ALL, LATCH, SPAN)  # kinds that neither edit nor capture
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """Restricts an op to tokens with an id listed under bank key `ids`; with `others`, to all other tokens."""
+    """Restricts an op to tokens whose id is listed under bank key `ids` or, with `others`, is not listed."""
 
     ids: str
     others: bool

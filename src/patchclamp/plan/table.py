@@ -377,7 +377,7 @@ Number = int | np.ndarray
 
 
 def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make a bound program's records, sorted by point (program order within). Also returns counts per point, [P]."""
+    """Make a bound program's records, sorted by point, then in program order. Also returns counts per point, [P]."""
     records, counts = records_of_alike([ops], [addresses], points)
     return records[0], counts[0]
 
@@ -392,7 +392,7 @@ def shape_of(ops: Sequence[BoundOp]) -> Hashable:
 def records_of_alike(
     programs: Sequence[Sequence[BoundOp]], addresses: Sequence[Addresses], points: int, first: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make the records of programs of one shape, [N, R], sorted by point (program order within). Also returns their
+    """Make the records of programs of one shape, [N, R], sorted by point, then in program order. Also returns their
     count per point, [N, P]. Each program has its own addresses. `first`: the index of each program's first op."""
     of_ops = [op_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True), first)]
     number = np.arange(len(programs))[:, None]

@@ -301,7 +301,7 @@ class Continuity:
         )
 
     def judge(self, requests: list[str], position: np.ndarray, total: int) -> Sameness:
-        """Compare a step with the last: its requests in the runner's order, their positions, and `total` tokens."""
+        """Compare a step with the last one: requests in the runner's order, their positions, and `total` tokens."""
         plan = self.plan
         if plan is None or self.steps >= plan.steady_steps or self._version != self._table.version:
             return "changed"
@@ -385,7 +385,7 @@ class Arrival(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """One worker's part of a program.
+    """The part of a program that one worker applies.
 
     ops: the program's ops at local points
     added: the number of ops that this worker has prepended

@@ -232,7 +232,7 @@ for _name in (*_REFUSED, *(f"__{name}__" for name in _NO_TENSORS.split())):
 
 
 class Expression(Arithmetic):
-    """Σ factor · read + constant. A factor is a number, or one number per column."""
+    """A sum of scaled reads and a constant: Σ factor · read + constant. A factor is a number, or one per column."""
 
     terms: dict[Entry, Number]
     constant: Number
@@ -474,7 +474,7 @@ class Activation(InPlace):
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
 
     def write(self, expression: Expression, own: Number | None = None) -> None:
-        """Record ops that set rows h to own · h + expression; `own` = None: to the expression alone."""
+        """Record ops that set rows h to own · h + expression; `own` None: to the expression alone."""
         with all_or_nothing(self._recording):
             self._write(expression, own)
 

@@ -557,7 +557,7 @@ class Schedule:
         return run.recording is read.recording and (run.is_last if from_last else run.level == level)
 
     def _early_runs(self) -> Iterator[Planned]:
-        """Return extra runs that capture the sources of writes if the source prompt's own run is too late."""
+        """Return extra runs that capture the sources of writes if the source prompt's own run ends too late."""
         early: dict[tuple[Recording, int], list[Entry]] = {}
         for write in (e for recording in self.recordings for e in recording.entries if e.source and not e.within):
             read = write.source
