@@ -118,7 +118,7 @@ class PatternEdit(msgspec.Struct, frozen=True):
 
 
 def _within(position_N: np.ndarray, ranges_RX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a mask of the positions within ascending ranges, and each position's range index; both [N]."""
+    """Return a mask of the positions inside ascending ranges, and the index of each position's range; both [N]."""
     range_N = np.maximum(np.searchsorted(ranges_RX[:, 0], position_N, side="right") - 1, 0)
     begin_N, end_N = ranges_RX[range_N, 0], ranges_RX[range_N, 1]
     return (begin_N <= position_N) & (position_N < end_N), range_N

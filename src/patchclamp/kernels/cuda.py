@@ -37,7 +37,7 @@ UNIT = tl.constexpr(2.0**-noise.FRACTION)
 
 @triton.jit
 def _look(address):
-    """Load a word of the tables with an eviction policy that keeps it in L2 despite the model's weights."""
+    """Load a word of the tables with an eviction policy that keeps it in L2 while weights stream through."""
     return tl.load(address, eviction_policy="evict_last")
 
 
@@ -79,7 +79,7 @@ def _factor(total, other, kind, x, y):
 
 @triton.jit
 def _turned(a, b, cos, sin, is_relative):
-    """Return the changes of two coordinates that rotate them to an angle or, if relative, by it."""
+    """Return the changes to two coordinates that rotate them to an angle or, if `is_relative`, by that angle."""
     cos, sin, length = cos.to(tl.float64), sin.to(tl.float64), tl.sqrt(a * a + b * b)
     to_a = tl.where(is_relative, a * cos - b * sin, length * cos) - a
     to_b = tl.where(is_relative, a * sin + b * cos, length * sin) - b
@@ -115,7 +115,7 @@ def _record(records, number):
 
 @triton.jit
 def _vector(bank, columns, width, position, start, stop, kind, step, value, y, ALIGNED: tl.constexpr):
-    """Load columns of a record's vector; fully masked if the record has none."""
+    """Load columns of a record's vector; fully masked if the record has no vector."""
     begins = value + (position - start).to(tl.int64) * step * width
     if ALIGNED:
         begins = tl.multiple_of(begins, 16)
@@ -165,7 +165,7 @@ def _keep(h, to, at, inside, dtype, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _keep_products(h, to, at, record, bank, columns, inside, width, products, dtype):
-    """Capture a row's products with a matrix, summed in fp32. Stores are masked, since branches need more registers."""
+    """Capture a row's products with a matrix, summed in fp32. Stores are masked: branches would need more registers."""
     h, matrix = tl.where(inside, h, 0.0), bank + _look((record + 8).to(tl.pointer_type(tl.int64)))
     for number in range(products.to(tl.int32)):
         product = tl.sum(h * tl.load(matrix + number * width + columns, mask=inside, other=0.0), axis=0)
@@ -193,7 +193,7 @@ def _capture(
 
 @triton.jit
 def _gate(product, numbers, toward):
-    """Return the coefficient of a low-rank op's direction, from the matching product with the row."""
+    """Return the coefficient of one direction of a low-rank op, from the row's product for that direction."""
     q = product + _look(numbers)
     gated = tl.where(q > _look(numbers + 1), _look(numbers + 2) + _look(numbers + 3) * q, _look(numbers + 4))
     return tl.where(toward == 0.0, gated, toward * product)
@@ -374,7 +374,7 @@ def _sums(
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     PAIR: tl.constexpr, SAMPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PASSES: tl.constexpr,
 ):  # fmt: skip
-    """Store each record's factor, from its op's sum over the whole row as edited by the preceding records."""
+    """Compute and store each record's factor, from the sum over the row as edited by the preceding records."""
     record, matched = records + begin.to(tl.int64) * WORDS, 1
     for number in range(begin, end):
         start, stop, kind, step = _look(record), _look(record + 1), _look(record + 2), _look(record + 3)

@@ -41,7 +41,7 @@ from patchclamp.plan.table import columns_of, named
 
 
 class CodeRunner(Protocol):
-    """Runs code at a point."""
+    """Runs `Apply` functions and attention edits on a point's rows."""
 
     def run_code(self, number: int, rows_NW: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
         """Run a request's code, by number, on rows at positions [N]. Returns the new rows; None if it failed."""
@@ -51,8 +51,8 @@ class CodeRunner(Protocol):
         self, numbers: list[int], rows_MW: torch.Tensor, point: int, position_M: np.ndarray, count_B: np.ndarray,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Run the attention edits of several requests, whose numbers are negative, on the rows of all. Returns the new
-        rows, finite in `dtype`."""
+        """Run several requests' attention edits (their code numbers are negative) on the requests' rows. Returns the
+        new rows, finite in `dtype`."""
         ...
 
 
@@ -194,7 +194,7 @@ def _keep(
 
 
 def _products(h_AW: torch.Tensor, record: np.void, bank_B: torch.Tensor) -> torch.Tensor:
-    """Return the products of rows with a capture's matrix, [A, K]; summed in fp64, `MAX_PRODUCT_ROWS` at a time."""
+    """Return rows' products with a capture's matrix, [A, K], summed in fp64 for `MAX_PRODUCT_ROWS` rows at a time."""
     first, count, columns = int(record["other"]), int(record["y"]), columns_of(record)
     matrix_KW = bank_B[first : first + count * h_AW.shape[1]].view(count, -1)[:, columns].double()
     parts = (part_AW[:, columns].double() @ matrix_KW.T for part_AW in h_AW.split(MAX_PRODUCT_ROWS))
@@ -458,8 +458,8 @@ def _on(rows: torch.Tensor, numbers: np.ndarray) -> torch.Tensor:
 def normals_of(
     seed: torch.Tensor, position: torch.Tensor, site: torch.Tensor, width: int, first: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return vectorized `noise.normals`: ε for rows, fp32 [A, W], starting at column `first` [A], a multiple of 4. Each
-    row has its own seed, position and site, int64 [A]."""
+    """Compute `noise.normals` vectorized: ε for rows, fp32 [A, W], starting at column `first` [A], a multiple of 4.
+    Each row has its own seed, position and site, int64 [A]."""
     group = torch.zeros_like(seed) if first is None else first // 4
     words = _philox(seed, position, site, -(-width // 4), group).reshape(len(seed), -1)[:, :width]
     sign, m = words & 1, words >> 1

@@ -54,7 +54,7 @@ def copy_chunks(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> Non
 
 
 def warm(device: torch.device) -> None:
-    """Compile the kernel before the first step that needs it."""
+    """Compile the upload kernel ahead of the first step that needs it."""
     words, staging = torch.zeros(16, dtype=torch.int32, device=device), torch.zeros(16, dtype=torch.int32).pin_memory()
     upload(staging, words, 1)
     torch.cuda.synchronize(device)

@@ -34,7 +34,7 @@ def quantiles() -> np.ndarray:
 
 
 def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.ndarray]:
-    """Run Philox4x32-10: four 32-bit words, in uint64, from a counter of four words and a key of two."""
+    """Compute Philox4x32-10: four 32-bit words, stored as uint64, from a four-word counter and a two-word key."""
     mask, half = np.uint64(MASK), np.uint64(32)
     c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
     k0, k1 = key
@@ -47,7 +47,7 @@ def philox(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> list[np.nda
 
 
 def normals(seed: int, position: int, site: int, width: int) -> np.ndarray:
-    """Return a row's noise ε, fp32 [W]; the plain version."""
+    """Return a row's noise ε, fp32 [W]. This is the plain version."""
     group = np.arange(-(-width // 4), dtype=np.uint64)
     zero = np.zeros_like(group)
     words = philox((group, zero + np.uint64(position), zero + np.uint64(site), zero), (seed & MASK, seed >> 32))

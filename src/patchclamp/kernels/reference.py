@@ -109,7 +109,7 @@ def apply(
 
 
 def between(rows: RowLabels, r: int, token_R: np.ndarray, record: np.void, latches: np.ndarray) -> tuple[bool, bool]:
-    """Return True if a row's token is strictly between delimiters, and True if the latest delimiter opens."""
+    """Return two flags: the row's token is strictly between delimiters; the latest delimiter is an opening one."""
     opening, closing = int(record["opening"]), int(record["closing"])
     for row in range(r, r - rows.rank[r] - 1, -1):  # backwards through this request's rows of the step
         if rows.position[row] < record["start"]:
@@ -178,7 +178,7 @@ def blend(h_W: np.ndarray, v_W: np.ndarray, a_W: np.ndarray) -> np.ndarray:
 
 
 def along(e_KW: np.ndarray, h_W: np.ndarray) -> np.ndarray:
-    """Return a row's products with the rows `e_KW`, summed in fp64."""
+    """Return the products of h with each row of `e_KW`, [K], summed in fp64."""
     return (e_KW.astype(np.float64) @ h_W.astype(np.float64)).astype(np.float32)
 
 
@@ -190,13 +190,13 @@ def gated(p_K: np.ndarray, numbers_K5: np.ndarray) -> np.ndarray:
 
 
 def added(h_W: np.ndarray, g_K: np.ndarray, d_KW: np.ndarray) -> np.ndarray:
-    """Return h + Σ g · d, with the sum in fp64; exactly h where the sum is 0."""
+    """Return h + Σ g · d, with the sum computed in fp64; exactly h where the sum is 0."""
     sum_W = (g_K.astype(np.float64) @ d_KW.astype(np.float64)).astype(np.float32)
     return np.where(sum_W == 0, h_W, h_W + sum_W)
 
 
 def products(h_W: np.ndarray, record: np.void, bank_B: np.ndarray) -> np.ndarray:
-    """Return a row's products, over the record's columns, with each row of a capture's matrix, summed in fp64."""
+    """Return a row's products with each row of a capture's matrix, over the record's columns, summed in fp64."""
     count, width, columns = int(record["products"]), len(h_W), columns_of(record)
     matrix_KW = bank_B[record["matrix"] : record["matrix"] + count * width].reshape(count, width)[:, columns]
     return (matrix_KW.astype(np.float64) @ h_W[columns].astype(np.float64)).astype(np.float32)

@@ -19,7 +19,7 @@ LAUNCHERS = (
 
 
 def relauncher(kernel: Any, same: tuple[int, ...], constants: tuple[Any, ...], device: int) -> Callable[..., None]:
-    """Return `launch(programs, *args)` for an already launched kernel; it uses the current stream and `constants`."""
+    """Return `launch(programs, *args)`, which relaunches a kernel on the current stream with `constants`."""
 
     def plain(programs: int, *args: Any) -> None:
         kernel[programs, 1, 1](*same, *args, *constants)

@@ -37,7 +37,7 @@ class Arriving:
         return self._event is None or self._event.query()
 
     def result(self) -> torch.Tensor:
-        """Wait for the copy, and return the host tensor."""
+        """Wait until the copy is complete, and return the host tensor."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

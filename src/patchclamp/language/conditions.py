@@ -16,7 +16,7 @@ MAX_DEPTH = 64  # maximum nesting depth; a program runs out of condition bits fi
 
 
 class ProbeCondition(Converted, frozen=True):
-    """Base class of conditions. The worker evaluates them per token."""
+    """Base class of conditions, which the worker evaluates per token."""
 
     def __and__(self, other: ProbeCondition) -> ProbeCondition:
         parts = (each.conditions if isinstance(each, Every) else (each,) for each in (self, check_condition(other)))
@@ -86,7 +86,7 @@ def check_condition(value: object, path: str | None = None) -> ProbeCondition:
 
 
 def comparisons(condition: ProbeCondition) -> list[Above]:
-    """Return a condition's comparisons, from left to right."""
+    """Return all comparisons in a condition, from left to right."""
     if isinstance(condition, Not):
         return comparisons(condition.condition)
     if isinstance(condition, Every):

@@ -15,7 +15,7 @@ PRECISIONS = ("float32", "model")  # dtype of an SAE's matrices; "model": the mo
 
 
 class FeatureRows(NamedTuple):
-    """Features of a local SAE. A feature's value is q = encoder · row + bias if q exceeds the threshold, else 0.
+    """Features of a local SAE (`SAE.is_local`): q = encoder · row + bias if q exceeds the threshold, else 0.
 
     encoder, decoder: [k, D], [k, O] · bias, threshold: [k]
     """
@@ -45,7 +45,7 @@ class DictionaryCard(msgspec.Struct, frozen=True):
     features: the number of features
     is_local: True if each feature depends on a single product with the row (`SAE.is_local`)
     normalizes: True if rows are normalised before the encoder, and outputs scaled back
-    content: `SAE.content`
+    content: the SAE's content hash (`SAE.content`)
     dtype: the dtype of the SAE's matrices and input rows
     """
 
@@ -62,7 +62,7 @@ class DictionaryCard(msgspec.Struct, frozen=True):
 class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
     """Reads features of the SAE `name`: each row's largest features, or the features `ids`.
 
-    content: the SAE's `content`; "": any SAE with this name
+    content: the SAE's content hash; "" accepts any SAE with this name
     first: the first column that the SAE reads, if it reads only part of a row
     """
 
@@ -75,7 +75,7 @@ class FeatureReader(msgspec.Struct, frozen=True, tag="features"):
 class SAEOption(NamedTuple):
     """An SAE that an engine attaches when it starts: `NAME=PATH`, or `NAME=PATH@SITE`.
 
-    site: the site that the SAE reads; "": the site given in its file
+    site: the site that the SAE reads; "": the site given in the SAE's file
     """
 
     name: str
@@ -84,7 +84,7 @@ class SAEOption(NamedTuple):
 
     @classmethod
     def of(cls, words: str) -> SAEOption:
-        """Parse an option. Raises `ProgramError` if it is malformed."""
+        """Parse an option's text. Raises `ProgramError` if it is malformed."""
         name, equals, rest = words.partition("=")
         path, _, site = rest.rpartition("@") if "@" in rest else (rest, "", "")
         if not (name.strip() and equals and path.strip()):

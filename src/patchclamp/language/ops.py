@@ -1,4 +1,4 @@
-"""Ops: edits and captures at a site. h is a row in fp32; ops run in program order and round once at the end.
+"""Ops: edits and captures at a site. h is a row in fp32; ops run in program order and the result is rounded once.
 
 Each op acts `at` a site (a `Site` or its text form) on a selection of `tokens` (default: all).
 
@@ -146,7 +146,7 @@ def as_function(value: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wanted_arguments(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the optional arguments that `fn` takes. Raises `ProgramError` if `fn` requires any others."""
+    """Return the optional arguments that `fn` takes. Raises `ProgramError` if `fn` requires other arguments."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):  # C functions may have no signature
@@ -169,7 +169,7 @@ class Op(Converted, frozen=True, tag=str.lower):
 
 
 class _Placed:
-    """The two fields of every site op; each op declares them in its own order."""
+    """The two fields that every site op has; each op declares them in its own order."""
 
     __slots__ = ()
     at: Site
@@ -307,7 +307,7 @@ class Probe(Readout, frozen=True, forbid_unknown_fields=True):
     ) -> Probe:  # fmt: skip
         """Make a probe from a fitted scikit-learn linear model, a pipeline of `StandardScaler` and such a model (the
         scaler is folded into weight and bias), or a `torch.nn.Linear`. A classifier's activation is "sigmoid" for two
-        classes and "softmax" for more. Raises `ProgramError` if the model's own scores on random rows differ."""
+        classes and "softmax" for more. Raises `ProgramError` if its scores on random rows differ from the model's."""
         weight, bias, activation = linear_model(model, activation)
         return cls(weight, at, tokens, bias, activation, pool, name)
 
@@ -323,7 +323,7 @@ MAX_LAYERS = 1 << 16  # limit on a translator's layer while the model is unknown
 
 
 class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
-    """An affine map, A h + b, that a lens applies to a layer's rows first.
+    """An affine map, A h + b, that a lens applies to a layer's rows before decoding them.
 
     matrix, bias: A [D, D]; b [D] or None
     """
@@ -343,7 +343,7 @@ class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, layer: Any, parts: Any) -> Translator:
-        """Make a translator from A, or from a pair (A, b)."""
+        """Make a translator from a matrix A, or from a pair (A, b)."""
         try:
             matrix, bias = parts if isinstance(parts, (tuple, list)) and len(parts) == 2 else (parts, None)
             return cls(as_integer(layer), Vector.of(matrix), None if bias is None else Vector.of(bias))
@@ -606,7 +606,7 @@ class Use(Op, frozen=True, forbid_unknown_fields=True):
     tokens: Tokens | None = field(converter=optional(parse_tokens), default=None)
 
     def scaled(self, op: Op) -> Op:
-        """Return `op` with `scale` and `tokens` applied. Raises `ProgramError` for an op that cannot be scaled."""
+        """Return `op` with this `Use`'s scale and tokens. Raises `ProgramError` for an op that cannot be scaled."""
         changed: dict[str, Any] = {} if self.tokens is None else {"tokens": self.tokens}
         strength = {Add: "scale", Noise: "std", Use: "scale"}.get(type(op))
         if self.scale != 1.0:
@@ -620,7 +620,7 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
     """Apply edits only where a condition on probes holds, evaluated in the worker while the request runs.
 
     `condition` compares outputs of probes with numbers: `probe > 0.8`, `probe[2] <= 1`, combined by `&`, `|` and `~`.
-    It is false at tokens that any of these probes does not read. `scope` sets where the edits act:
+    It is false at a token unless all of its probes read the token. `scope` sets where the edits act:
 
     - "token": at those of the edits' `tokens` where the condition holds;
     - "prompt": from the last prompt token onward, if the condition holds at that token;

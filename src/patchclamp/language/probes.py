@@ -96,7 +96,7 @@ def write_probe(
 
 def linear_model(model: Any, activation: str | None) -> tuple[np.ndarray, np.ndarray | None, str | None]:
     """Return a fitted linear model's weight [k, D], bias [k] and activation (None: the model's own), with preceding
-    scalers folded in. Raises `ProgramError` for other models, and if the model's own scores on random rows differ."""
+    scalers folded in. Raises `ProgramError` for other models, and if the result scores random rows differently."""
     import numpy as np
 
     draw, own = np.random.default_rng(0), activation is None and hasattr(model, "predict_proba")

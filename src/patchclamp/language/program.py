@@ -181,7 +181,7 @@ def to_dict(program: Program) -> dict[str, Any]:
 
 
 def condition_to_dict(condition: ProbeCondition) -> dict[str, Any]:
-    """Convert a condition to plain data, such as `stop_when` of an HTTP request."""
+    """Convert a condition to plain data, as in an HTTP request's `stop_when`."""
     return condition_data(condition, _data)
 
 
@@ -199,7 +199,7 @@ def _data(op: Op) -> dict[str, Any]:
 
 
 def _fields(op: Op) -> dict[str, Any]:
-    """Return an op's fields as plain data, omitting `LATER` fields that have their default."""
+    """Return an op's fields as plain data, omitting fields in `LATER` that have their default value."""
     fields = msgspec.to_builtins(op, enc_hook=str)
     return {name: value for name, value in fields.items() if name not in LATER or value != LATER[name]}
 

@@ -42,7 +42,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
     encoder: [F, D]. All arrays are fp32 and read-only
     encoder_bias, decoder, decoder_bias: [F], [F, O], [O]
     threshold: [F], or None
-    gain, offset: [F], together or not at all: gated autoencoders
+    gain, offset: [F], for gated autoencoders; otherwise both None
     k: the number of features kept per row (TopK), or None for all; ties keep the lower index
     normalize: the row's normalisation before the encoder, undone on the output: "none"; "layer_norm", (row -
         mean) / (std + 1e-5), with the unbiased standard deviation; "rms", row / sqrt(mean(row²))
@@ -148,7 +148,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return self.decode(self.encode(rows), rows)
 
     def moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
-        """Return each row's offset and divisor for `normalize` (a divisor of None: no normalisation)."""
+        """Return the offset that `normalize` subtracts from each row, and the row's divisor (None: 1)."""
         import numpy as np
 
         if self.normalize == "none":
@@ -210,7 +210,7 @@ def _one_site(text: Any, path: str) -> str:
 
 
 def _frozen(given: Any, name: str, letters: str, sizes: dict[str, int]) -> np.ndarray:
-    """Return a read-only fp32 array whose shape agrees with `sizes`; new sizes are added to it."""
+    """Return a read-only fp32 array whose shape agrees with `sizes`; new letters are added to `sizes`."""
     import numpy as np
 
     array = as_array(given, name)

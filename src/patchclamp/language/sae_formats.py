@@ -33,10 +33,10 @@ MAX_CONFIG = 1 << 20  # bytes
 class Fold(NamedTuple):
     """A package's operations around the encoder and the decoder.
 
-    subtract: the decoder bias is subtracted from the row before the encoder
-    unit_norm: pre-activations are multiplied by the feature's decoder norm, and values divided by it before the
-        decoder
-    scale_in, scale_out: rows are first multiplied by scale_in; outputs are divided by scale_out
+    subtract: True if the decoder bias is subtracted from the row before the encoder
+    unit_norm: True if pre-activations are multiplied by the feature's decoder norm, and values divided by this norm
+        before the decoder
+    scale_in, scale_out: the factor applied to rows before the encoder; the divisor of outputs
     """
 
     subtract: bool = False
@@ -86,7 +86,7 @@ def read_parts(path: str | os.PathLike[str], which: Which) -> tuple[dict[str, An
 
 
 def _recognise(given: Path, which: Which) -> tuple[list[Path], Callable[[list[Path], Which], Parts]]:
-    """Find an SAE's files, with the weights last, and the function that reads them."""
+    """Detect an SAE's format. Returns the SAE's files, with the weights last, and the format's reader."""
     if not given.exists():
         raise ProgramError(f"cannot read {given.name!r}: no such file or folder", "path")
     if re.fullmatch(r"layer\d+\.sae\.pt", given.name):
@@ -109,7 +109,7 @@ def _recognise(given: Path, which: Which) -> tuple[list[Path], Callable[[list[Pa
 
 
 class SaeLensConfig(msgspec.Struct):
-    """cfg.json, before and after version 6, which moved names to `metadata`."""
+    """SAELens' cfg.json, before and after version 6, which moved names to `metadata`."""
 
     d_in: int
     architecture: str = "standard"
@@ -519,7 +519,7 @@ def _check_widths(fields: dict[str, Any], width: int | None = None, is_transcode
 
 
 def _fits(name: str, array: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Return the array. Raises `ShapeError` unless it has the shape of `like`."""
+    """Return the array unchanged. Raises `ShapeError` unless it has the shape of `like`."""
     if array.shape != like.shape:
         raise ShapeError(f"expected {list(like.shape)}, got {list(array.shape)}", name)
     return array
@@ -543,7 +543,7 @@ def _spread(number: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def _scale(which: Which) -> float:
-    """Return the `scale` argument, required for files that lack the factor that scaled the training rows."""
+    """Return the `scale` argument, which is required for a file without its training rows' scale factor."""
     scale = which.pop("scale", None)
     if type(scale) not in (int, float) or not 0 < scale < math.inf:
         words = "the SAE was trained on rows scaled to an average norm of sqrt(D), but the file lacks the factor"

@@ -257,7 +257,7 @@ def edited_elsewhere(text: str) -> str | None:
 
 
 def elsewhere(text: str) -> UnknownName | None:
-    """Return the error, with a suggestion, for a name of either library that has no site here; None for other names."""
+    """Return the error, with a suggestion, for a TransformerLens or nnterp name without a site here; else None."""
     for pattern, why in _ELSEWHERE:
         if match := pattern.fullmatch(text.partition("[")[0].strip()):
             return UnknownName(f"{text} {why.format(l=match.groupdict().get('layer'))}")
@@ -329,8 +329,8 @@ class At(PublicStruct, frozen=True):
 
 
 def parse_edited_site(text: Site | str) -> Site:
-    """Parse a site for an edit. Raises `UnsupportedSite` for attention patterns, and for a TransformerLens name whose
-    edits would affect other readers."""
+    """Parse a site for an edit. Raises `UnsupportedSite` for attention patterns, and for a TransformerLens name at
+    which an edit would affect more readers here than in TransformerLens."""
     site = parse_site(text)
     if site.name in DERIVED:
         raise UnsupportedSite(f"expected a site that is a tensor, got {site}: use q, k, v or z")

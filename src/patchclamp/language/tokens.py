@@ -141,7 +141,7 @@ class Positions(Selection, frozen=True, tag="positions"):
             self._check_open_end()
 
     def _check_open_end(self) -> None:
-        """Reject negative indices outside `prompt`: no other end is known before the request runs."""
+        """Reject negative indices outside `prompt`: only the prompt's length is known before the request runs."""
         ends = self.index if isinstance(self.index, tuple) else (self.index,)
         if isinstance(self.index, Range):
             ends = self.index.ends
@@ -444,7 +444,7 @@ MAX_DEPTH, MAX_JOINED, MAX_ID_SELECTIONS = 64, 128, 8
 
 @functools.lru_cache(1 << 12)
 def _size(selection: Selection) -> tuple[int, int, int]:
-    """Return a selection's depth, its number of leaves, and the number of these that select by token id."""
+    """Return a selection's depth, its number of leaves, and the number of leaves that select by token id."""
     if not isinstance(selection, Joined):
         return 0, 1, int(isinstance(selection, TokenIds))
     left, right = _size(selection.left), _size(selection.right)

@@ -52,7 +52,7 @@ def field(*, converter: Callable[[Written], Read]) -> Read: ...
 @overload
 def field(*, converter: Callable[[Written], Read], default: Written) -> Read: ...
 def field(*, converter: Callable[[Any], Any], default: Any = msgspec.NODEFAULT) -> Any:
-    """Declare a field whose value is passed through `converter`. Without a default, the field is required."""
+    """Declare a struct field whose value is passed through `converter`. Without a default, the field is required."""
     return _Field(converter, default)
 
 
@@ -255,7 +255,7 @@ def orthonormal(directions: Vector) -> Vector:
 
 
 class RunLike(Protocol):
-    """The interface of a `Run` for `From`."""
+    """The part of a `Run` that `From` uses."""
 
     key: str
 
@@ -351,7 +351,7 @@ POOLS = ("mean", "max", "last")  # reductions of captures
 
 
 def as_number(value: SupportsFloat) -> float:
-    """Convert a Python, NumPy or torch number to a float. Raises for text and booleans."""
+    """Convert a Python, NumPy or torch number to a finite float. Raises `ProgramError` for anything else."""
     if hasattr(value, "detach"):
         check_dense(value)
     try:
@@ -401,7 +401,7 @@ def as_dtype(value: object, path: str | None = None) -> str:
 
 
 def one_of(what: str, words: Sequence[str]) -> Callable[[str], str]:
-    """Return a converter that accepts one of `words`; `what` names them in its error."""
+    """Return a converter that accepts one of `words`; `what` describes them in the error."""
 
     def check(value: str) -> str:
         if not isinstance(value, str) or value not in words:

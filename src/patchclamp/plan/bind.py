@@ -139,9 +139,9 @@ class Context(Protocol):
         ...
 
     def edges(self, keys: Tokens | Vector, removed: bool = False) -> tuple[tuple[int, int], ...]:
-        """Return the key ranges to edit, or () if `keys` is a vector of pattern rows. Drops queries before all keys.
-        Raises `TokensError` if a selection depends on generated tokens, no query remains, a query loses all its keys
-        (with `removed`), or a new row has nonzero probabilities for keys after its query."""
+        """Return the key ranges to edit, or () if `keys` is a vector of pattern rows. Drops queries that precede all
+        keys. Raises `TokensError` if a selection depends on generated tokens, no query remains, a query loses all its
+        keys (with `removed`), or a new row has nonzero probabilities for keys after its query."""
         ...
 
     def dictionary(self, ids: tuple[int, ...]) -> Dictionary:
@@ -149,7 +149,7 @@ class Context(Protocol):
         ...
 
     def read_before(self, action: Action, ref: SiteRef) -> None:
-        """Add an op with this action on the same tokens, at the earlier site `ref`."""
+        """Add an op with the given action on the same tokens, at the earlier site `ref`."""
         ...
 
     def code(self, op: ops.Apply) -> int:
@@ -343,7 +343,7 @@ def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
 
 
 def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward: float = 0.0) -> Factored:
-    """Return the `Factored` action that adds Σ g(p) · d, for rows d of `added` and products p with rows of `along`."""
+    """Return the `Factored` action that adds Σ g(p) · d, for rows d of `added` and products p of h with `along`."""
     if any(kind == "logits" for kind, _ in context.points()):
         raise UnsupportedSite(f"{type(op).__name__} does not support logits: edit final_norm", "at")
     rows = np.concatenate([along.rows(), added.rows()])
@@ -415,7 +415,7 @@ class Code(NamedTuple):
     path: the op's path in its program
     arguments: the optional arguments that `fn` takes
     sites: the site's text form, by point
-    what: a name for the code in errors
+    what: a description of the code, for errors
     """
 
     path: str
@@ -519,8 +519,8 @@ class _Binder:
         self._span_ops: list[BoundOp] = []
 
     def program(self, program: Program) -> tuple[BoundOp, ...]:
-        """Bind all ops, preceded by the ops that find delimiters. All comparisons of a probe follow its first read, so
-        later edits at its site change no decision."""
+        """Bind all ops, preceded by the ops that find delimiters. A probe's comparisons directly follow its first read,
+        so later edits at its site change no decision."""
         ops = [bound for path, op in program.ops for bound in self.bind(path, op)]
         return tuple(
             each for op in (*self._span_ops, *ops)
@@ -528,7 +528,7 @@ class _Binder:
         )  # fmt: skip
 
     def bind(self, path: str, op: Op, users: tuple[str, ...] = ()) -> list[BoundOp]:
-        """Bind an op or, for a `Use`, the used program's edits. `users`: the names in the enclosing chain of `Use`."""
+        """Bind an op or, for a `Use`, the used program's edits. `users`: the names of the enclosing `Use` ops."""
         try:
             if isinstance(op, When):
                 conditional = self._when(path, op)
@@ -834,7 +834,7 @@ class _Binder:
         return self.known.refs[op.at]
 
     def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
-        """Return a selection's cases at a site: unconditional positions first, then positions that depend on ids."""
+        """Return a selection's cases at a site: first unconditional positions, then those that depend on token ids."""
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
         known, key = self._cases_of_prompt, (tokens, lowest)
         if is_positional(tokens):
@@ -866,7 +866,7 @@ class _Binder:
             raise TokensError(f"token id {beyond[0]} is out of range for a vocabulary of {self.sites.d_vocab}", field)
 
     def _check_sampled(self, positions: np.ndarray) -> None:
-        """Raise `UnsupportedSite` for positions without logits. Only sampled positions have them."""
+        """Raise `UnsupportedSite` for positions without logits: only sampled positions have logits."""
         first = len(self.prompt.ids) - 1
         if positions.size and positions.min() < first:
             raise UnsupportedSite(
@@ -943,8 +943,8 @@ class _OpBinder:
         return [*self._stored, bound]
 
     def _pooled_in_step(self, action: Action) -> Action:
-        """Return the op's action. Pool a mean or maximum on the device if it covers only prompt tokens. Some generated
-        tokens may be discarded: rejected draft tokens, and tokens after a stop string."""
+        """Return the op's action, pooling a mean or maximum on the device if all its tokens are prompt tokens.
+        Generated tokens may be discarded later: rejected draft tokens, and tokens after a stop string."""
         positions = self._case.positions
         if not isinstance(action, Keep) or action.pool in (0, LAST) or self.conditional or not len(positions):
             return action
@@ -1186,7 +1186,7 @@ def product_above(each: Above) -> float:
 
 @functools.lru_cache(4096)
 def _greatest_below(bias: float, activation: str | None, threshold: float, inclusive: bool) -> float:
-    """Find `product_above` by bisection, since scores increase with products."""
+    """Compute `product_above` by bisection; scores increase with products."""
     compare = np.greater_equal if inclusive else np.greater
 
     def product(rank: int) -> np.ndarray:
@@ -1239,7 +1239,7 @@ def check_comes_before(sites: SiteMap, read: SiteRef, written: SiteRef) -> None:
 
 
 def is_whole(op: SiteOp) -> bool:
-    """True if an op handles the whole row even at an indexed site: a capture without `project`."""
+    """True for a capture without `project`, which keeps the whole row even at an indexed site."""
     return isinstance(op, Capture) and op.project is None
 
 
@@ -1289,8 +1289,8 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Bindings:
-    """Binds the programs of one call: once per prompt length if only the length matters, once for all lengths if they
-    edit every token. `source` returns a run's captures; `count` is passed to `Known`."""
+    """Binds the programs of one call. A program is bound once per prompt length if only the length matters, and once
+    for all lengths if it edits every token. `source` returns a run's captures; `count` is passed to `Known`."""
 
     def __init__(
         self, sites: SiteMap, source: Callable[[str], SourceRun], bank: Mapping[str, Any], allow_code: bool,
@@ -1341,8 +1341,8 @@ class Bindings:
     def cells_of(
         self, programs: Sequence[Program], bound: Sequence[BoundProgram | None], max_tokens: int
     ) -> Callable[[], CellRecords]:
-        """Return a function that makes the programs' cells: once per prompt length if only the length matters, once for
-        all prompts if every token is edited."""
+        """Return a function that makes the programs' cells. Prompts of equal length share cells if only the length
+        matters, and all prompts share cells if every token is edited."""
         length = next((of.prompt for of in bound if of is not None), 0)
         numbers = tuple(id(program) if program else 0 for program in programs)
         make = functools.cache(functools.partial(cells_of, bound))

@@ -58,7 +58,7 @@ MAX_ATTENTION_BYTES = 1 << 30  # attention rows of one program
 
 
 class AttentionReader(msgspec.Struct, frozen=True, tag="attention"):
-    """Reads attention rows of queries, after rotary embedding.
+    """Computes attention rows from queries read after rotary embedding.
 
     site: `pattern` or `attn_scores`
     first, heads: the first head, and the number of heads
@@ -100,7 +100,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
 
     @property
     def is_private(self) -> bool:
-        """True if the rows belong to a lens, a reader or a probe, not to the site's own capture."""
+        """True if the rows are stored for a lens, a reader or a probe rather than as the site's capture."""
         return self.lens or self.reader is not None or bool(self.probe)
 
     @property
@@ -154,7 +154,7 @@ class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
-    """Rotate h in the plane of the value's rows. cos, sin: of the angle to the first row or, if `relative`, to h."""
+    """Rotate h in the plane of the value's rows. cos, sin: for the angle to the first row or, if `relative`, to h."""
 
     kind: ClassVar[int] = ROTATE
     cos: float
@@ -201,8 +201,8 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
 
 
 class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
-    """Change the attention pattern of queries after rotary embedding, and thereby attention's result. Acts before other
-    edits of that result.
+    """Change the attention patterns of queries, read after rotary embedding, and thereby the attention results. Acts
+    before other edits of these results.
 
     keys: ranges first … end − 1 of the keys to change; (): all
     factor: multiplies the keys' probabilities; with `rows`: (1 − factor) · p + factor · row; None: keys are removed
@@ -243,7 +243,7 @@ class All(msgspec.Struct, frozen=True, array_like=True, tag=ALL):
 
 
 class Latch(msgspec.Struct, frozen=True, array_like=True, tag=LATCH):
-    """Keep the lowest position whose bit `bit` is set in the request's latch `latch`. With `last`, keep 2 · p + b
+    """Keep, in the request's latch `latch`, the lowest position whose bit `bit` is set. With `last`, keep 2 · p + b
     instead, for the highest position p and its bit b."""
 
     kind: ClassVar[int] = LATCH
@@ -297,7 +297,7 @@ DECIDE = (TEST, ALL, LATCH, SPAN)  # kinds that neither edit nor capture
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """Restricts an op to tokens with an id listed under bank key `ids`; with `others`, to all other tokens."""
+    """Restricts an op to tokens whose id is listed under bank key `ids` or, with `others`, is not listed."""
 
     ids: str
     others: bool
@@ -332,7 +332,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_edit(self) -> bool:
-        """True if it changes rows."""
+        """True if the op changes rows."""
         return self.kind not in (CAPTURE, STORE, *DECIDE) and not (
             isinstance(self.action, Encoded) and self.action.reads
         )
@@ -346,18 +346,18 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_gated(self) -> bool:
-        """True if its value holds `Factored` coefficients, not a row."""
+        """True if the op's value holds `Factored` coefficients, not a row."""
         return isinstance(self.action, Factored) and not self.action.toward
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every bank key it reads."""
+        """All bank keys that the op reads."""
         beside = {Blend: "mask", Keep: "matrix", Factored: "factors", Attended: "rows"}.get(type(self.action))
         key = getattr(self.action, beside) if beside else ""
         return (*self.values, *((key,) if key else ()), *((self.condition.ids,) if self.condition else ()))
 
     def reads(self) -> list[tuple[str, int]]:
-        """Return every bank key it reads, once per point that reads the key."""
+        """Return all bank keys that the op reads, once per point that reads the key."""
         if len(self.values) == len(self.points):
             reads = list(zip(self.values, self.points, strict=True))
         else:
@@ -481,7 +481,7 @@ def check_attention(ops: Iterable[BoundOp]) -> None:
 
 
 def way_of(op: BoundOp) -> tuple[str, int, str]:
-    """Return a capture's matrix, columns, and path if pooled; ("", 0, "") for whole rows."""
+    """Return a capture's matrix key, its columns, and its path if it is pooled; ("", 0, "") for whole rows."""
     assert isinstance(op.action, Keep)
     return op.action.matrix, op.columns, op.path if op.action.pool else ""
 
@@ -538,7 +538,7 @@ def source_of(key: str) -> tuple[str, int] | None:
 
 
 def is_vector(key: str) -> bool:
-    """True if a bank key belongs to an inline vector."""
+    """True if a bank key refers to an inline vector."""
     return key.startswith("v:")
 
 
@@ -663,8 +663,8 @@ def lowest_capture(bound: BoundProgram, seen_whole: Sequence[tuple[int, int]] = 
 
 
 def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tuple[PositionRange, ...]:
-    """Return the captured positions whose labels are checked: near the prompt's two ends, since the engine waits for
-    the check, and not in images, whose rows at `embed` are not token embeddings."""
+    """Return the captured positions that a self-check compares: only near the prompt's two ends, to keep the check
+    short, and not in images, whose rows at `embed` are not token embeddings."""
     positions = position_array(tuple(each for op in bound.ops if op.kind == CAPTURE for each in op.ranges))
     positions = positions[(positions < CHECKED) | (np.abs(positions - bound.prompt) < CHECKED)]
     of_images = np.concatenate([np.zeros(0, np.int64), *(np.arange(*span) for span in images)])

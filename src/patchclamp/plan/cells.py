@@ -47,7 +47,7 @@ _Encoded = tuple[int, list[tuple[_Array, _Array, _Array, _Array, _Array]], list[
 
 
 class CellRecords(msgspec.Struct):
-    """A prompt's `count` cells, possibly without records. `keys`: the bank keys that the cells read."""
+    """`count` cells of a prompt; a cell may have no records. `keys`: the bank keys that the cells read."""
 
     count: int
     groups: list[CellGroup]
@@ -97,7 +97,7 @@ class CellRecords(msgspec.Struct):
             begin = max(end, begin + 1)
 
     def until(self, stop: int) -> CellRecords:
-        """Restrict cells of programs that edit every token to positions below `stop`."""
+        """Restrict cells to positions below `stop`. The cells' programs must edit every token."""
         groups = []
         for group in self.groups:
             records = group.records.copy()

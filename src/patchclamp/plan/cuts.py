@@ -123,8 +123,8 @@ def in_order(index: Sequence[int], size: int) -> list[PassGroup]:
 
 
 def split(cuts: np.ndarray, work: Work, size: int) -> list[tuple[list[int], Cut]]:
-    """Split requests into parts, each with its requests' lowest cut. Requests that fit into one pass stay together, so
-    that one call computes them in one shape."""
+    """Split requests into parts, each with its requests' lowest cut. Requests that fit into one pass are not split, so
+    they are computed at one batch shape."""
     everyone = np.arange(len(cuts))
     parts = [everyone] if len(cuts) <= size else _split(everyone, cuts, work, size)
     return [(np.sort(part).tolist(), Cut(*cuts[part].min(0).tolist())) for part in parts]

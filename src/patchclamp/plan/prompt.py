@@ -104,7 +104,7 @@ class Prompt(msgspec.Struct):
 
     def cases(self, tokens: Tokens, limit: int, lowest: int = 0) -> list[Case]:
         """Return a selection's distinct positions below `limit`: first unconditional, then conditional positions.
-        `lowest`: the first position with rows, at which `every`, or a range of it, starts.
+        `lowest`: the first position that has rows; `every` and its ranges start there.
         """
         spans = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
         if not spans or len(self.ids) >= limit:
@@ -125,7 +125,7 @@ class Prompt(msgspec.Struct):
         return [Case(certain), *conditional]
 
     def _cases(self, tokens: Tokens, limit: int, lowest: int, inside: bool) -> list[Case]:
-        """Return `cases`, assuming that all generated tokens are inside `between`, or all outside."""
+        """Return `cases`, assuming that all generated tokens are inside the selection's `between`, or outside it."""
         by_id, first = ids_in(tokens), len(self.ids)
         certain = self.select(tokens, limit, lowest=lowest)
         if first >= limit or not (by_id or inside):

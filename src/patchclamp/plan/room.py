@@ -220,7 +220,7 @@ class Room:
         return msgspec.structs.replace(placement, evicted=()), taken, most
 
     def end_lease(self, placement: Placement, slots: Sequence[int]) -> None:
-        """Free a lease, and drop its rows from the bank, since workers may not have loaded them."""
+        """Free a lease, and drop its rows from the bank: workers may not have loaded them."""
         self._cell_slots = sorted([*self._cell_slots, *slots])
         self.free(placement)
         self.forget(placement.load)

@@ -115,7 +115,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def captures_nothing_ever(self) -> bool:
-        """True if nothing is captured in this step or any later step that reuses the plan."""
+        """True if neither this step nor any later step that reuses the plan captures anything."""
         return self.size == 0 and self.steady_steps == FOREVER
 
     def advanced(self, steps: int) -> StepPlan:
@@ -251,8 +251,8 @@ def make_plan(
     batch: Batch, table: ProgramTable, widths: np.ndarray, unit: np.ndarray = NUMBERS,
     results_of: Callable[[int], int] | None = None,
 ) -> StepPlan:  # fmt: skip
-    """Plan one step. `widths` [P]: each point's row width. `unit`: `NUMBERS` or `BYTES`. `results_of(how)`: the
-    result row width of a feature or attention reading."""
+    """Plan one step. `widths` [P]: each point's row width. `unit`: the unit of buffer sizes, `NUMBERS` or `BYTES`.
+    `results_of(how)`: the result row width of a feature or attention reading."""
     steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
     active, layout = table.active(batch.slot), table.captures.layout()
@@ -378,7 +378,7 @@ def _runs(first: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 
 def _samples(batch: Batch, table: ProgramTable) -> np.ndarray:
-    """Return the number of sampled rows in the step, by slot."""
+    """Return each slot's number of sampled rows in the step, [S + 1]."""
     samples = np.ones(len(table.first), np.int64)
     if batch.samples is not None:
         samples[batch.slot] = batch.samples

@@ -377,7 +377,7 @@ Number = int | np.ndarray
 
 
 def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Make a bound program's records, sorted by point (program order within). Also returns counts per point, [P]."""
+    """Make a bound program's records, sorted by point, then in program order. Also returns counts per point, [P]."""
     records, counts = records_of_alike([ops], [addresses], points)
     return records[0], counts[0]
 
@@ -392,7 +392,7 @@ def shape_of(ops: Sequence[BoundOp]) -> Hashable:
 def records_of_alike(
     programs: Sequence[Sequence[BoundOp]], addresses: Sequence[Addresses], points: int, first: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make the records of programs of one shape, [N, R], sorted by point (program order within). Also returns their
+    """Make the records of programs of one shape, [N, R], sorted by point, then in program order. Also returns their
     count per point, [N, P]. Each program has its own addresses. `first`: the index of each program's first op."""
     of_ops = [op_records(ops, ordinal, addresses) for ordinal, ops in enumerate(zip(*programs, strict=True), first)]
     number = np.arange(len(programs))[:, None]
@@ -593,7 +593,7 @@ def _attended(
 
 
 def columns_of(record: np.void) -> slice:
-    """Return the columns that a record edits."""
+    """Return the columns of the row that a record edits."""
     word = int(record["columns"]) & 0xFFFFFFFF
     return slice(word & 0xFFFF, word >> 16) if word else slice(None)
 
@@ -608,10 +608,10 @@ class ProgramTable:
     changed: the slots, and the (begin, end) of records, written since the last update of the device copy
     sampled [points]: True if a point has only sampled rows; default: no point
     coded: slots with `APPLY` records
-    scripted: those of them with code other than attention edits, whose numbers are negative
+    scripted: the coded slots with code other than attention edits (whose code numbers are negative)
     deciding: slots with `TEST` or `SPAN` records
     latches [slots + 1, LATCHES]: int32, each slot's latch positions, written by host kernels
-    drafted [slots + 1]: int32, the first position of each slot's last step if that had draft tokens, else NEVER
+    drafted [slots + 1]: int32, the first position of each slot's last step if that step had draft tokens, else NEVER
     """
 
     def __init__(self, slots: int, points: int, records: int, sampled: np.ndarray | None = None) -> None:

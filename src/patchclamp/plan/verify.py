@@ -77,13 +77,13 @@ MAX_PATH = 500
 
 
 class Decided(msgspec.Struct):
-    """Decisions made so far.
+    """The decisions made by the ops verified so far.
 
     bits: the depth and point where each bit is set
     latches: the depth and point where each latch is set, and the lowest position that sets it
     spans: the bit kept by each span's latch, and the depth where the latch is read
     probes: the names of the kept probes
-    reading: the op that keeps a probe, while only that probe's tests have followed
+    reading: the op that keeps a probe, as long as only this probe's tests have followed the op
     """
 
     bits: dict[int, tuple[int, int]] = {}
@@ -95,7 +95,7 @@ class Decided(msgspec.Struct):
 
 class Frame(msgspec.Struct, frozen=True):
     """Context of a check: sizes (rows, width) by bank key, the prompt's length, the position `limit`, the model's
-    sites, and the positions of stored rows so far, by own key."""
+    sites, and the positions of the rows stored so far, by own key."""
 
     sizes: Mapping[str, tuple[int, int]]
     prompt: int

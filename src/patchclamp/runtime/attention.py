@@ -26,7 +26,7 @@ MAX_SCORES, MAX_KEYS = 1 << 26, 1 << 28  # scores, and elements of keys, compute
 
 
 class Keys(Protocol):
-    """An engine's cached keys. Slots identify the step's requests."""
+    """An engine's cached keys and values. Slots identify the step's requests."""
 
     def facts(self, point: int) -> AttentionFacts:
         """Return the score parameters of a point's layer. Raises `UnsupportedSite` if its scores cannot be
@@ -34,7 +34,7 @@ class Keys(Protocol):
         ...
 
     def width(self, point: int) -> int:
-        """Return the number of elements in one position's keys."""
+        """Return the number of elements in the keys of one position."""
         ...
 
     def scores(
@@ -97,7 +97,7 @@ class AttentionReading:
         return found
 
     def _batches(self, of: Queries, width: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return batches of ranges and their rows: many requests with one row each, or one request's rows."""
+        """Return batches, as ranges and their rows: either many requests with one row each, or one request's rows."""
         batches = list[tuple[np.ndarray, np.ndarray]]()
         single = np.flatnonzero(of.count == 1)
         if len(single):
@@ -130,7 +130,7 @@ MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # r
 
 
 class EditedAttention(NamedTuple):
-    """One request's attention edits in one layer, by the point of its queries."""
+    """One request's attention edits in one layer. `point`: the point of the layer's queries."""
 
     run: str
     path: str
@@ -140,9 +140,9 @@ class EditedAttention(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Requests with equally many edited queries, by their index in a layer's call.
+    """Requests with equally many edited queries. `which`: the requests' indices in a layer's call.
 
-    rows_BN, position_BN: the queries' index among the rows, and their positions, on the host
+    rows_BN, position_BN: the queries' indices among the rows, and their positions, on the host
     index_BN, end_BN: the same on the device
     begin_B: each request's first position in this step
     first, heads: the heads to compute
@@ -160,8 +160,8 @@ class _Batch(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Checks of a batch's results: the positions [B, N]; and on the device the results' finiteness and blind queries
-    [B, N], and the size of each request's last unedited result and of its error [B]."""
+    """Checks of a batch's results. finite_BN, blind_BN: masks of finite results, and of queries that see no or too few
+    keys. size_B, error_B: the norms of each request's last unedited result, and of the recomputed result's error."""
 
     edited: list[EditedAttention]
     position_BN: np.ndarray
@@ -194,7 +194,7 @@ class AttentionEdits:
         """Return a layer's attention results, with edited rows recomputed from their pattern. Rows that fail a check do
         not change.
 
-        position_M, count_B: the positions of all rows, and how many of them each request has
+        position_M, count_B: the positions of all rows, and the number of rows per request
         dtype: the type in which results must be finite
         """
         try:
@@ -218,7 +218,7 @@ class AttentionEdits:
         return new_MHE.flatten(1)
 
     def _error(self, *arguments: Any) -> Exception | None:
-        """Change a batch; return its error, without the tensors in its traceback."""
+        """Change a batch; return the error if it fails, without its traceback, which would keep tensors alive."""
         try:
             self._change(*arguments)
         except Exception as error:
@@ -259,8 +259,8 @@ class AttentionEdits:
         self._checked.append(_Checked(edited_B, batch.position_BN, finite_BN, blind_BN, size_B, error_B, max_error))
 
     def failures(self) -> Iterator[tuple[EditedAttention, PatchclampError | None]]:
-        """End the step. Wait for its checks, and yield the edits that failed one, with the error: `TokensError` if a
-        query sees no key or not all keys of a new row, `UnsupportedSite` if pattern times values is not the engine's
+        """End the step. Wait for its checks, and yield each edit that failed a check, with the error: `TokensError` if
+        a query sees no key or not all keys of a new row, `UnsupportedSite` if pattern times values is not the engine's
         result, None if a result is not finite."""
         yield from self._failed
         checked, self._checked, self._failed = self._checked, [], []
@@ -320,7 +320,7 @@ def _batches(call: _Call, heads: int, width: int, device: torch.device) -> Itera
 
 
 def _batch(call: _Call, which: list[int], rows_BN: np.ndarray, device: torch.device) -> _Batch:
-    """Return a batch of some of a call's requests, each with some of its rows."""
+    """Return a batch of the requests `which` of a call, with the given rows of each."""
     own, position_BN = [call.edits_B[b] for b in which], call.position_M[rows_BN]
     first = min(edit.first for edits in own for edit in edits) // call.group * call.group
     end = max(edit.end for edits in own for edit in edits)

@@ -64,7 +64,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) -> None:
-    """Raise `AddressMoved`, with the paths, if a graph reads addresses that the step has not filled."""
+    """Raise `AddressMoved`, with the tensors' paths, if a graph reads addresses that the step has not filled."""
     if recorded == filled:
         return
     kinds = {
@@ -85,7 +85,7 @@ logger: logging.Logger = logging.getLogger("patchclamp")
 
 
 class Recorded:
-    """Each recorded graph's taps, and the points that the current step needs."""
+    """The taps of each recorded graph, and the points that the current step needs."""
 
     def __init__(self) -> None:
         self._taps: dict[int, list[tuple[Any, int]]] = {}

@@ -57,7 +57,7 @@ class _Staging:
         self.words = self.pinned.numpy()
 
     def room(self, words: int) -> None:
-        """Grow to hold `words` words. The device must have read the buffer."""
+        """Grow the buffer to hold `words` words. The device must be done reading it."""
         if words > len(self.words):
             self.pinned = _pinned(1 << (words - 1).bit_length())
             self.words = self.pinned.numpy()
@@ -203,7 +203,7 @@ class CudaTables:
         return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in _merged(records)]
 
     def _targets(self, plan: StepPlan, begin: int | None) -> list[tuple[int, np.ndarray]]:
-        """Return offsets by capture range and bases by region, each from the lowest index in use to the highest."""
+        """Return capture ranges' offsets and regions' bases, each from the lowest index in use to the highest."""
         if not plan.size:
             return []
         low, offset = _by_number(plan.layout.range_number, plan.offset, np.int32)
@@ -284,7 +284,7 @@ class _FilledSlab:
 
     @property
     def is_read(self) -> bool:
-        """True if a block, or a view of a block, exists."""
+        """True if a block of the slab, or a view of a block, still exists."""
         return self._memory() is not None
 
     @property
@@ -345,7 +345,7 @@ class Drain:
         return self.ring, begin, self._block, begin - self._unsent
 
     def take_back(self, memory: torch.Tensor, size: int) -> None:
-        """Free the last `size` bytes of the last allocation, in `memory`, once the current stream has read them."""
+        """Free the last `size` bytes of the last allocation, `memory`, once the current stream has read them."""
         if memory is self.ring:
             self._head = max(self._head - size, self._unsent)
         elif self._beside_ring and self._beside_ring[-1][0] is memory:
@@ -354,7 +354,7 @@ class Drain:
                 self._beside_ring.append((memory[: len(memory) - size], block))
 
     def _clear_ahead(self, size: int) -> None:
-        """Make the compute stream wait until `size` bytes, or those of one copy if more, are writable at the head."""
+        """Make the compute stream wait until the ring's next `size` bytes (at least one copy's size) are writable."""
         self.send()
         if self._head + size > self._ring_bytes:
             self._head = self._unsent = self._clear = 0
@@ -420,7 +420,7 @@ class Drain:
         return data, 0, block, 0
 
     def _copy(self, source: torch.Tensor, block: HostBlock) -> torch.cuda.Event:
-        """Queue a copy to pinned memory for the block, after the compute stream's work; return the event after it."""
+        """Queue a copy to pinned memory for the block, after the compute stream's work; return the copy's event."""
         size = source.numel()
         filled = self._slab_for(size)
         slab, data = filled.slab, filled.data
@@ -496,9 +496,9 @@ class CudaStep:
     """Executes steps of at most `rows` rows and `samples` sampled rows.
 
     positions, tokens: the engine's tensors of row positions and token ids, [R]
-    kept_bytes: the maximum captures of a step with a graph; also bounded by half the ring
-    ring_bytes: captures in transit to the host
-    pinned_bytes: captures in pinned host memory
+    kept_bytes: the maximum bytes captured in a step with a graph; also bounded by half the ring
+    ring_bytes: the size of the device ring for captures in transit to the host
+    pinned_bytes: the maximum bytes of captures in pinned host memory
     """
 
     unit = BYTES
@@ -526,7 +526,7 @@ class CudaStep:
         self._tapped: set[int] = set()  # points with such parts
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return our tensors that graphs read and write, by name."""
+        """Return the tensors of this class that graphs read and write, by name."""
         return {"ring": self.drain.ring, **self.tables.buffers()}
 
     @property
@@ -722,7 +722,7 @@ class CudaStep:
         self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
         sampled: bool,
     ) -> list[int]:  # fmt: skip
-        """Run a request's code on its rows. Non-finite results are not written; if there are any, return the slot."""
+        """Run a request's code on its rows. Non-finite results are not written; returns the slot if there are any."""
         assert self._plan is not None
         assert self.code is not None
         batch, record = self._batch, named(records[-1:], APPLY)[0]

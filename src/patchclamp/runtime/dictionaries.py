@@ -32,8 +32,8 @@ def dtype_of_precision(precision: str, model: torch.dtype) -> torch.dtype:
 
 
 class DeviceSAE:
-    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Products are summed in fp32, and everything but the
-    matrices is fp32."""
+    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Products are summed in fp32, and all arrays except
+    the matrices are fp32."""
 
     def __init__(self, sae: SAE, arrays: dict[str, torch.Tensor]) -> None:
         self.k: int | None = sae.k
@@ -74,13 +74,13 @@ class DeviceSAE:
         return (0 * values_NF).scatter_(1, best.indices, best.values)  # keeps NaN
 
     def decode(self, values_NF: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Return the output, [N, O], for these rows' features."""
+        """Return the SAE's output, [N, O], for the features of `rows_ND`."""
         of, (mean, scale) = self._arrays, self.moments(rows_ND)
         out_NO = (self._product(values_NF, of["decoder"].T) + of["decoder_bias"]) * scale + mean
         return out_NO + self._product(rows_ND, of["skip"]) if "skip" in of else out_NO
 
     def changed(self, edit: Encoded, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Return the change in output, [N, O], from an edit of these rows' features."""
+        """Return the change in the SAE's output, [N, O], when `edit` changes the features of `rows_ND`."""
         ids = list(edit.ids)
         values_NK = self.encode(rows_ND)[:, ids]
         offset, slope, otherwise = torch.tensor(edit.gates, device=rows_ND.device).T
@@ -93,7 +93,7 @@ class DeviceSAE:
 
 
 class Reading:
-    """Reads SAE features: the `top` largest of each row, or the features with a reader's ids.
+    """Reads SAE features: each row's `top` largest, or the features with the reader's ids.
 
     number: the reading's index among the readings in use
     """
@@ -161,7 +161,7 @@ class Dictionaries:
         return 0 if self._size else needed
 
     def _place(self, needed: int) -> int:
-        """Return the first sufficiently large gap in the reserved memory."""
+        """Return the offset of the first gap of at least `needed` bytes in the reserved memory."""
         begin = 0
         for first, end in sorted(self._used.values()):
             if first - begin >= needed:
@@ -208,7 +208,7 @@ class Dictionaries:
         return self._numbered[number].numbers
 
     def numbered(self, number: int) -> Reading | AttentionReading:
-        """Return the reading with an index."""
+        """Return the reading with index `number`."""
         return self._numbered[number]
 
     def code_of(self, ops: Sequence[BoundOp]) -> dict[int, Callable[..., torch.Tensor]]:

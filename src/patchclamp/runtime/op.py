@@ -68,7 +68,7 @@ site = torch.ops.patchclamp.site
 
 
 class _Passing(TorchDispatchMode):
-    """Calls each function unchanged."""
+    """A dispatch mode that calls each function unchanged."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args)

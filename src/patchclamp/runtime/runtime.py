@@ -153,7 +153,7 @@ def _shard_action(action: Action, shard: Shard) -> Action:
 
 
 def _sharded_key(key: str, shard: Shard) -> str:
-    """Append the shard's columns to a vector's key. Vectors are whole; rows of runs were captured sharded."""
+    """Append the shard's columns to a vector's key. A run's key is unchanged: its rows were captured sharded."""
     return f"{key}#{shard.first}:{shard.end}" if key.startswith("v:") else key
 
 
@@ -271,8 +271,8 @@ Sameness = Literal["quiet", "advanced", "changed"]
 class Continuity:
     """The last planned step, the later steps that reuse its plan, and the capture chunk that they fill.
 
-    `plan`, `batch`: the planned step's; None if no step may reuse them. `steps`: the number of steps that advanced the
-    plan. Any change to the programs of `table` invalidates all three.
+    `plan`, `batch`: those of the planned step; None if no step may reuse them. `steps`: the number of steps that
+    advanced the plan. Any change to the programs of `table` invalidates all three.
     """
 
     def __init__(self, table: ProgramTable) -> None:
@@ -292,7 +292,7 @@ class Continuity:
         self._chunk_end = 0  # the next step, counted from the planned step, that the chunk can take
 
     def start(self, requests: list[str], batch: Batch, plan: StepPlan, device_labels: bool) -> None:
-        """Let later steps reuse this plan. `device_labels`: True if the device already has its rows' positions."""
+        """Let later steps reuse this plan. `device_labels`: True if the device already has the rows' positions."""
         self.forget()
         self.plan, self.batch, self._requests, self._version = plan, batch, requests, self._table.version
         self._next_position = batch.position + 1
@@ -301,7 +301,7 @@ class Continuity:
         )
 
     def judge(self, requests: list[str], position: np.ndarray, total: int) -> Sameness:
-        """Compare a step with the last: its requests in the runner's order, their positions, and `total` tokens."""
+        """Compare a step with the last one: requests in the runner's order, their positions, and `total` tokens."""
         plan = self.plan
         if plan is None or self.steps >= plan.steady_steps or self._version != self._table.version:
             return "changed"
@@ -320,7 +320,7 @@ class Continuity:
     # -- answers to the scheduler: (a program acts in the step, a graph may be used)
 
     def answer(self, requests: list[str] | None) -> tuple[bool, bool] | None:
-        """Return the cached answer if it is valid one token later for these requests, in the scheduler's order."""
+        """Return the cached answer to the scheduler if it still holds for these requests one token later."""
         if self._scheduled is None or self._answer_version != self._table.version or self._scheduled != requests:
             return None
         if not self._answer_steps:
@@ -385,7 +385,7 @@ class Arrival(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """One worker's part of a program.
+    """The part of a program that one worker applies.
 
     ops: the program's ops at local points
     added: the number of ops that this worker has prepended
@@ -537,11 +537,11 @@ class Runtime:
         return self.store.fetch(run, point, op, first)
 
     def _captured(self, wanted: list[tuple[str, int]]) -> list[torch.Tensor]:
-        """Return the captured rows of each (run, point)."""
+        """Return this worker's captured rows for each (run, point) pair."""
         return [rows for _, rows in tensors_of(self.store.find((run, point, None, 0) for run, point in wanted))]
 
     def release(self, runs: Iterable[str]) -> None:
-        """Free the captures of runs."""
+        """Free the runs' captures."""
         for run in runs:
             self._code_errors.pop(run, None)
             self.drop_code(run)  # if the run was never admitted
@@ -553,11 +553,11 @@ class Runtime:
         return self.keeps_at(point) and bool(self.has_tap[point]) and run in self.store
 
     def keeps_at(self, point: int) -> bool:
-        """True if this worker, not another worker with the same rows, keeps captures at a point."""
+        """True if this worker keeps captures at a point, rather than another worker with the same rows."""
         return bool(self._keeps_shard[point]) if self._sharded[point] else self.keeps
 
     def status(self) -> dict[str, int]:
-        """Return counts of held resources, 0 once everything is released, and of failures and planned steps."""
+        """Return the counts of held resources (all 0 once everything is released), failures, and planned steps."""
         return {
             "programs": len(self),
             "failures": self.failures,
@@ -579,7 +579,7 @@ class Runtime:
         return bool(self._code_stop)
 
     def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
-        """True if code may still run, so no graph may be used. `positions`: the requests with their next positions."""
+        """True if code may still run, which rules out graphs. `positions`: the requests with their next positions."""
         stops = self._code_stop
         return bool(stops) and any(position < stops.get(request, 0) for request, position in positions)
 
@@ -660,7 +660,7 @@ class Runtime:
         return [source for source in sources if self.captured_here(*source)]
 
     def _localise(self, arrival: Arrival, vectors: Mapping[str, torch.Tensor], has_all: bool) -> _Local:
-        """Restrict a program to this worker, and assign bank addresses to the rows it reads. `has_all`: `_has_all`."""
+        """Restrict a program to this worker, and find its rows' bank addresses. `has_all`: the result of `_has_all`."""
         # rows to load may have an old address, which is invalid even if loading fails
         self.resident.forget((*arrival.placement.evicted, *arrival.placement.load))
         remote = self.remote_rows(arrival.request) if self.remote_rows is not None else {}
@@ -883,7 +883,7 @@ class Runtime:
         return len(self._admitted)
 
     def begin(self, batch: Batch, requests: Sequence[str] = ()) -> None:
-        """Plan a step for a batch; without programs it is idle. Steps of the same `requests` may reuse the plan."""
+        """Plan a step for a batch, if it has programs. Later steps of the same `requests` may reuse the plan."""
         self.continuity.forget()
         self.plan = self._edits = None  # `end` was not called if the last step failed
         if not batch.slot.any():
@@ -902,7 +902,7 @@ class Runtime:
 
         row, position, count: each request's first row, first position and number of tokens
         total: the number of tokens
-        samples: how many final tokens of each request get logits; None: one each
+        samples: the number of final tokens per request that get logits; None: one each
         """
         self._edits = None
         sameness = self.continuity.judge(requests, position, total)
@@ -945,7 +945,7 @@ class Runtime:
     def _apply_viewed(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, view: View | None, width: int
     ) -> None:
-        """Apply at a point whose rows are a part of the tensor, or do not match its shape."""
+        """Apply the plan at a point whose rows are only part of the tensor, or differ from it in shape."""
         shape = hidden.shape
         if view is not None and view.by_head:
             shape = hidden.shape[1], hidden.shape[3]
@@ -969,7 +969,7 @@ class Runtime:
             self.fail(bad, not_finite(self.sites.label(point)))
 
     def _apply_to_copy(self, point: int, hidden: torch.Tensor, view: View, width: int) -> None:
-        """Apply at a point whose rows are not a strided part of its tensor: edit a copy, and write changes back."""
+        """Apply the plan to a copy of a point's rows that are not a strided view of the tensor; write back changes."""
         part = hidden
         if view.heads:
             by_head = hidden.view(-1, view.heads, view.tensor_width // view.heads)

@@ -17,7 +17,7 @@ TOLERANCE = 0.02  # relative to a row's norm: bfloat16 rounds by 0.4 %; differen
 def mislabelled(
     captured: np.ndarray, rows_TD: torch.Tensor, positions: np.ndarray, expected_TD: torch.Tensor
 ) -> Mislabelled | None:
-    """Return an error if the captured positions are not `positions`, or the rows are not their tokens' embeddings; else
+    """Return an error if the captured positions are not `positions`, or the rows are not the tokens' embeddings; else
     None."""
     if not np.array_equal(captured, positions):
         wrong = np.setxor1d(captured, positions)

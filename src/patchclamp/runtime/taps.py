@@ -157,7 +157,7 @@ def _input_hook(point: Point, tap: Tap) -> Callable[..., Any]:
 
 
 def _argument(at: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a call's argument, by index or name; None if it was not given."""
+    """Return a call's argument, by index or name; None if the call does not have it."""
     if isinstance(at, str):
         return kwargs.get(at)
     return args[at] if len(args) > at else None

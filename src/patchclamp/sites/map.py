@@ -83,8 +83,8 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 def sizes_of(config: Any, d_vocab: int | None = None) -> Sizes:
-    """Read the sizes from a Transformers config, under any of their names. If the layers' head counts differ, or are
-    missing, `heads` is 0, and sites cannot be indexed by head.
+    """Read the sizes from a Transformers config, under any of the names that configs use. If the layers' head counts
+    differ, or are missing, `heads` is 0, and sites cannot be indexed by head.
 
     Raises `ModelError` if the config lacks the number of layers, or one width for all layers.
     """
@@ -160,7 +160,7 @@ def _of_kinds(kinds: list[str], *which: str) -> tuple[int, ...]:
 
 
 def _sparse(config: Any, kinds: list[str]) -> tuple[int, ...]:
-    """Return the layers with experts."""
+    """Return the layers whose MLP is a mixture of experts."""
     if {"mlp", "experts"} & set(kinds):
         return _of_kinds(kinds, "experts")
     if (listed := getattr(config, "moe_layers", None)) is not None:
@@ -198,7 +198,7 @@ MAX_INDEXED_COLUMNS = 0xFFFF  # limit for an indexed site: records store a colum
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A point kind in one layer, with its number.
+    """A point kind in one layer, with its index among the model's points.
 
     width: the row width
     rows: "tokens" for one row per token of a step, "sampled" for one per sampled position
@@ -215,9 +215,9 @@ class View(msgspec.Struct, frozen=True):
     """Location of a point's columns in its tap's tensor.
 
     tensor_width: the tensor's width; 0 if it is [B, H, T, E]
-    first: the point's first column; if heads are mixed, its first column within each key/value head
+    first: the point's first column; if heads are mixed (`Tap.mixed`), its first column within each key/value head
     heads: the tensor's number of key/value heads if heads are mixed; otherwise 0
-    size: the point's columns per key/value head if heads are mixed; otherwise 0
+    size: the number of the point's columns per key/value head if heads are mixed; otherwise 0
     by_head: True if the tensor is [B, H, T, E]
     factor: the point's values are the tensor times this factor
     """
@@ -240,7 +240,7 @@ class View(msgspec.Struct, frozen=True):
 class SiteRef(msgspec.Struct, frozen=True):
     """A site of one layer, such as `resid_post[3]` or `z[3, 5]`.
 
-    point: the number of its point
+    point: the index of the site's point
     index: the second index, as text
     columns: (first, end): columns first … end − 1 of the point's row; None: the whole row
     """
@@ -268,7 +268,7 @@ class Shard(NamedTuple):
 
 class Dictionary(NamedTuple):
     """An attached SAE with the sites it reads (`at`) and writes (`to`). `rows` returns selected features; `sae` is None
-    in a server's clients, which only have its card."""
+    in a server's clients, which have only the SAE's card."""
 
     card: DictionaryCard
     at: SiteRef
@@ -349,7 +349,7 @@ class SiteMap:
         return self._layers_of.get(kind, [])
 
     def _having(self, kind: str) -> list[int]:
-        """Return the layers in which a point kind's site exists, also those where another kind provides it."""
+        """Return the layers that have a point kind's site, including layers where another point kind provides it."""
         elsewhere = self.family.points[kind].elsewhere
         return sorted({*self._layers_of[kind], *self._layers_of.get(elsewhere, ())})
 
@@ -396,7 +396,7 @@ class SiteMap:
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def depth(self, point: int) -> int:
-        """Return a point's rank in computation order, equal for all points of a layer except the stream before it."""
+        """Return a point's rank in computation order. A layer's points share it, except the stream before the layer."""
         kind, layer = self.points[point].kind, self.points[point].layer
         if layer is None:
             return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)
@@ -442,7 +442,7 @@ class SiteMap:
         return end - first
 
     def part(self, ref: SiteRef, columns: int) -> SiteRef:
-        """Return the ref of the heads, neurons or experts in `columns`, packed as in `plan.bound`; 0: all columns."""
+        """Return the ref to the heads, neurons or experts in `columns` (`plan.bound.pack_columns`); 0: all."""
         parts = self.parts(ref.name)
         if not columns or parts is None:
             return ref
@@ -452,7 +452,7 @@ class SiteMap:
         return msgspec.structs.replace(ref, index=index, columns=(first, end))
 
     def parts(self, name: str) -> tuple[int, int] | None:
-        """Return the number of heads, neurons or experts in a site's row and the width of each; None if it has none."""
+        """Return the number and the width of the heads, neurons or experts in a site's row; None for undivided rows."""
         return self.sizes.parts(SPECS[name].width) if SPECS[name].index else None
 
     def resolve(self, site: Site) -> list[SiteRef]:

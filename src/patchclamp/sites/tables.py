@@ -93,9 +93,9 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     points: point kinds by name, which is a site name or one of the names in `STREAM`
     lacks: the missing sites, with the reason
     needs: required values of config settings; a string value names the setting that has the required value
-    backend: True if vLLM runs it through its Transformers backend, which creates the modules of the vLLM taps
+    backend: True if vLLM runs the family through its Transformers backend, which creates the vLLM taps' modules
     tabled: False if the table was derived from a module tree rather than declared in `sites.tables`
-    divided_by: the config name of vLLM's divisor of the stream in float16
+    divided_by: the config name of the number by which vLLM divides the stream in float16
     gated: True if a gate multiplies attention's result, before `z`
     both: True if each layer has attention and a state space in parallel, each added to the stream
     afterwards: a description of the operations after the MLP if a layer's end is not `resid_mid` + `mlp_out`
@@ -183,7 +183,7 @@ def merged(
     module: str, transformers: str | None = None, mixed: bool = False, regrouped: bool = False
 ) -> dict[str, PointKind]:
     """Make the point kinds of queries, keys and values that both engines pack into one projection's output. `mixed`:
-    they alternate per key/value head; `regrouped`: only on Transformers, because vLLM reorders them."""
+    they alternate per key/value head; `regrouped`: they do so only on Transformers, because vLLM reorders them."""
 
     def tap(module: str, part: int, mixed: bool) -> Tap:
         return Tap(module, "out", of=QKV, part=part, mixed=mixed)
@@ -658,8 +658,8 @@ def has_table(architectures: Sequence[str] | None, config: Any = None) -> bool:
 
 
 def family_of(architectures: Sequence[str] | None, config: Any = None) -> Family:
-    """Return the family that lists one of a config's `architectures`. For a multimodal model, both config and family
-    are its decoder's.
+    """Return the family that lists one of a config's `architectures`. For a multimodal model, the decoder's config and
+    family are used.
 
     Raises `ModelError` if no family lists any of them, or if the config fails the family's requirements (`needs`).
     """

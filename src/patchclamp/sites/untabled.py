@@ -87,7 +87,7 @@ def _is_rows(shape: tuple[int, ...], width: int, tokens: int) -> bool:
 class Record(msgspec.Struct, dict=True):
     """The record of one run.
 
-    kinds: each module's class names (`kinds_of`)
+    kinds: each module's class names, by path (`kinds_of`)
     ids: the number of the value that holds the token ids
     guessed: modules that failed on meta tensors, with the error; assumed to return a tensor like their first argument
     """
@@ -523,7 +523,7 @@ class Recorder(TorchDispatchMode):
         self._under: list[ModuleCall] = []
 
     def value(self, tensor: torch.Tensor) -> int:
-        """Return a tensor's current value; create one if no recorded op made the tensor."""
+        """Return the index of a tensor's current value; add a new value if no recorded op made the tensor."""
         place = _place(tensor)
         if place not in self._at:
             self._make(tensor, "given", ())
@@ -692,8 +692,8 @@ def untabled(config: Any, trust_remote_code: bool = False) -> Family:
 
 
 def family_of_places(name: str, config: Any, transformers: Places | None, vllm: Places, sizes: Sizes) -> Family:
-    """Make the table from the sites found in the vLLM class and the Transformers class. A site found only in vLLM's
-    uses the same module path on both engines, because vLLM usually keeps the checkpoint's names."""
+    """Make the table from the sites found in the vLLM class and the Transformers class. A site found only in the vLLM
+    class uses the same module path on both engines, because vLLM usually keeps the checkpoint's names."""
     points = {"logits": LOGITS}
     for kind, spot in vllm.spots.items():
         theirs = spot if transformers is None else transformers.spots.get(kind, spot)
@@ -719,7 +719,7 @@ def no_text_model(architectures: Sequence[str]) -> ModelError:
 
 
 def transformers_places(config: Any, trust_remote_code: bool) -> tuple[Places, str]:
-    """Find the sites in a config's Transformers class. Returns them and the path of its base model."""
+    """Find the sites in a config's Transformers class. Returns the sites and the base model's path."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), torch.no_grad():

@@ -95,7 +95,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
 
     @functools.cached_property
     def _table_of_run(self) -> dict[int, np.ndarray]:
-        """The chunk's table, split by run."""
+        """The chunk's table, split by run number."""
         return _split_by_run(self.table)
 
     def gather(self, table: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
@@ -121,7 +121,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return {}
 
     def captured(self, run: int, point: int, op: int | None) -> list[CapturedEntry]:
-        """Return a run's entries at a point, for one op or (None) for all ops that capture the site."""
+        """Return a run's entries at a point, for op `op` or (None) for all ops that capture the site."""
         if run not in self._by_point:
             by_point = self._by_point[run] = collections.defaultdict(list)
             for row in self._table_of_run[run].tolist():
@@ -220,7 +220,7 @@ def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride
 
 
 class KeptRun(msgspec.Struct):
-    """A run's number, and the turns `since` … `until` − 1 in which it may capture. `until` is None for an open run."""
+    """A run's number, and the chunk numbers `since` … `until` − 1 that may contain its rows; until None: still open."""
 
     number: int
     since: int
@@ -269,8 +269,8 @@ class CaptureStore:
         """Drop a run's rows; no effect if it was already released.
 
         When less than half of a chunk belongs to kept runs, their rows are copied out and the chunk is freed. This
-        waits until the chunk has arrived from the device, and for `SPARSE_TURNS` turns. Runs are often released in
-        quick succession, and a chunk without kept rows is freed without a copy.
+        waits until the chunk has reached host memory and `SPARSE_TURNS` more chunks were added: runs are often released
+        in quick succession, and a chunk without kept rows is freed without a copy.
         """
         if run not in self._runs:
             return
@@ -287,7 +287,7 @@ class CaptureStore:
             self._shrink(0)
 
     def _shrink(self, turns: int) -> None:
-        """Shrink the chunks in host memory that have been sparse for at least `turns` turns."""
+        """Shrink chunks in host memory that were already sparse `turns` added chunks ago."""
         for turn, since in list(self._sparse.items()):
             chunk = self._chunks.get(turn)
             if chunk is None:
@@ -314,7 +314,7 @@ class CaptureStore:
             self._count(1)
 
     def _count(self, chunks: int) -> None:
-        """Compute `live_bytes` of the `chunks` oldest uncounted chunks. Counting is deferred until many wait."""
+        """Compute `live_bytes` of the `chunks` oldest uncounted chunks; counting is deferred to batch the work."""
         for _ in range(chunks):
             turn = self._uncounted.popleft()
             chunk = self._chunks[turn]
@@ -323,7 +323,7 @@ class CaptureStore:
                 del self._chunks[turn]
 
     def _chunks_of(self, run: KeptRun) -> list[tuple[int, CaptureChunk]]:
-        """Return a run's chunks with their turns, oldest first."""
+        """Return a run's chunks, oldest first, each with its turn."""
         until = self._turn if run.until is None else run.until
         while self._uncounted and self._uncounted[0] < until:
             self._count(1)
@@ -441,7 +441,7 @@ def _pooled(
     pool: str,
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:  # fmt: skip
     """Combine rows that were pooled per step into one row per run. Returns the run [R], its last position [R], and the
-    row [R, W]. A preempted request restarts its prompt; the first of the passes that got furthest counts.
+    row [R, W]. A preempted request restarts its prompt; of its passes, the first that got furthest counts.
 
     run, position, count, span, turn: each row's run, first position, number of pooled positions, span from the first
         to the last, and turn, [N]
@@ -510,7 +510,7 @@ class StoredRows(NamedTuple):
 
 
 def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
-    """Return bytes begin … end−1 of a part [S, n] as 2-D views: the end of one step, whole steps, the start of one."""
+    """Return bytes begin … end−1 of a part [S, n] as 2-D views: the end of a step, whole steps, the start of a step."""
     views, size = [], part.shape[1]
     while begin < end:
         step, at = divmod(begin, size)
@@ -542,7 +542,7 @@ def side_by_side(stored: list[StoredRows]) -> tuple[list[int], int]:
 
 
 def _width_of(entry: CapturedEntry) -> int:
-    """Return the row width."""
+    """Return an entry's row width, in elements."""
     return entry.row_bytes // _TORCH[entry.dtype].itemsize
 
 

@@ -43,7 +43,7 @@ class MemoryLocation(NamedTuple):
 
 
 def make(size: int) -> np.ndarray | None:
-    """Allocate open memory of `size` bytes, uint8; None if the system cannot."""
+    """Allocate `size` bytes of open memory, uint8; None if the system cannot provide it."""
     if not hasattr(os, "memfd_create") or 2 * len(_open) >= _max_files():
         return None
     name = _NAME + secrets.token_hex(8)
@@ -69,7 +69,7 @@ def make(size: int) -> np.ndarray | None:
 
 
 def _max_files() -> int:
-    """Return the maximum number of open-memory files, of two descriptors each. Raises the process's limit first."""
+    """Return the maximum number of open-memory files (two descriptors each), after raising the process's limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -112,7 +112,7 @@ def is_open(place: MemoryLocation) -> bool:
 
 
 def map_place(place: MemoryLocation) -> mmap.mmap:
-    """Map a location's file. Raises `OSError` if its path is a different file here, such as on another machine."""
+    """Map a location's file. Raises `OSError` if its path leads to a different file, as on another machine."""
     if not is_open(place):
         raise FileNotFoundError(f"{place.path} is a different file")
     with open(place.path, "r+b", buffering=0) as file:
@@ -149,7 +149,7 @@ class HostBlock:
 
     @property
     def has_arrived(self) -> bool:
-        """True if the bytes have arrived. Does not block."""
+        """True once the bytes are in host memory. Does not block."""
         return self.data is not None and (self.copied is None or self.copied.query())
 
 
@@ -395,7 +395,7 @@ def floats(rows: torch.Tensor) -> np.ndarray:
 
 
 def _parts(new: np.ndarray, old: np.ndarray, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Split a copy into `count` copies."""
+    """Split one copy into `count` smaller copies."""
     if count == 1:
         return [(new, old)]
     axis = 0 if new.ndim == 1 or new.shape[0] > 1 else 1

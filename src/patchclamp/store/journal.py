@@ -64,8 +64,8 @@ class Journal:
         return self
 
     def take(self, kind: type[Record], count: int | None = None) -> list[Record]:
-        """Return at most `count` unread records of those that existed at `open`; None: all of them. Raises
-        `ProgramError` for records of a different kind."""
+        """Return the next `count` (None: all) unread records among those that existed at `open`. Raises `ProgramError`
+        for records of a different kind."""
         try:
             return [msgspec.msgpack.decode(body, type=kind) for body in itertools.islice(self._known, count)]
         except msgspec.MsgspecError as error:

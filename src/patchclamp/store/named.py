@@ -32,7 +32,7 @@ from patchclamp.store.tensors import ARRAYS, DTYPES, header_size, parse_header, 
 
 
 class Means(msgspec.Struct, frozen=True):
-    """Means with one row per site ref, keyed by the ref's text. A `Named` op writes the row of the site it edits."""
+    """Means with one row per site ref, keyed by the ref's text. A `Named` value reads the row of its op's site."""
 
     rows: dict[str, Vector]
 
@@ -48,7 +48,7 @@ class Means(msgspec.Struct, frozen=True):
 
 
 class SourceRun(Protocol):
-    """A run that `From` reads. Its captures exist for as long as this object."""
+    """A run that `From` reads. Its captures are kept as long as this object exists."""
 
     key: str
 
@@ -62,7 +62,7 @@ class SourceRun(Protocol):
 
 
 class CapturedRun(SourceRun, Protocol):
-    """The part of a `Run` that means use."""
+    """The part of a `Run` that `NamedBank.mean` uses."""
 
     def __getitem__(self, site: str) -> Any:  # a torch tensor; a NumPy array from the fake engine
         ...

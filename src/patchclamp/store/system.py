@@ -1,4 +1,4 @@
-"""Durable files, and the amount of free memory."""
+"""Durable file writes, and the amount of free memory."""
 
 from __future__ import annotations
 

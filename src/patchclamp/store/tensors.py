@@ -147,14 +147,14 @@ def merged(parts: list[tuple[np.ndarray, torch.Tensor | np.ndarray]]) -> tuple[n
 
 
 def cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
-    """Convert rows to a dtype, named without "torch."."""
+    """Convert rows to a dtype given by name, such as "float16"."""
     import torch
 
     return torch.as_tensor(rows).to(getattr(torch, dtype))
 
 
 def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
-    """Return the index of the first row with an infinity, in float16 rows on the host; None for other rows."""
+    """Return the index of the first float16 row with an infinity, on the host, or None (always, for other dtypes)."""
     if str(rows.dtype).removeprefix("torch.") != "float16":
         return None
     bits = np.ascontiguousarray(rows).view(np.uint16)
@@ -201,7 +201,7 @@ class CapturedEntry(NamedTuple):
 
 
 class CaptureSource(Protocol):
-    """Source of a chunk's table. It is built lazily, because for a wide batch that takes too long within a step."""
+    """The source of a chunk's table, built lazily because building it within a step is too slow for a wide batch."""
 
     def bytes_of_runs(self) -> dict[int, int]:
         """Return each run's bytes in a step, by run number."""

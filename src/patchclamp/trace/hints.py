@@ -111,6 +111,6 @@ def checked_names(function: Callable[P, R], call: str) -> Callable[P, R]:
 
 
 def hints_for(known: Iterable[str]) -> list[str]:
-    """Return the names in `OPTIONS` whose advice mentions an argument of the call."""
+    """Return the names in `OPTIONS` whose advice mentions one of the arguments in `known`."""
     known = list(known)
     return [name for name, words in OPTIONS.items() if any(f"{one}=" in words for one in known)]

@@ -62,7 +62,7 @@ class Arithmetic:
         return self.clone()
 
     def check_to_come(self) -> None:
-        """Raise if the value will never be available, or if the caller must do something first."""
+        """Raise if the value will never be available, or if the trace must be entered or iterated first."""
 
     def __add__(self, other: Any) -> Expression:
         return self.expression().plus(as_expression(other, "+"), 1.0)
@@ -212,7 +212,7 @@ class NonTensor:
         return self._attribute(name)
 
     def _attribute(self, name: str) -> Any:
-        """Look up an attribute by its name. Raises `ProgramError` for an unknown name."""
+        """Return an attribute by name. Raises `ProgramError` for an unknown name."""
         raise AttributeError(name)
 
     @classmethod
@@ -232,7 +232,7 @@ for _name in (*_REFUSED, *(f"__{name}__" for name in _NO_TENSORS.split())):
 
 
 class Expression(Arithmetic):
-    """Σ factor · read + constant. A factor is a number, or one number per column."""
+    """A sum of scaled reads and a constant: Σ factor · read + constant. A factor is a number, or one per column."""
 
     terms: dict[Entry, Number]
     constant: Number
@@ -245,7 +245,7 @@ class Expression(Arithmetic):
 
     @property
     def one_read(self) -> Entry | None:
-        """The read, if the expression is one read, unscaled and with nothing added; else None."""
+        """The expression's read, if it is a single read, unscaled and with nothing added; else None."""
         factors = [self.constant, *self.terms.values()]
         return next(iter(self.terms)) if not any(map(np.ndim, factors)) and factors == [0.0, 1.0] else None
 
@@ -331,10 +331,10 @@ TO_COME = From("a read of this trace")  # placeholder for a read whose run is no
 
 
 class InPlace(Arithmetic):
-    """Base of writable values: `+=`, `-=`, `*=` and `/=` call `change`, and so does an assignment to brackets."""
+    """Base of writable values: `+=`, `-=`, `*=` and `/=` call `change`, and so does item assignment."""
 
     def change(self, sign: str, value: Any) -> Any:
-        """Perform `self <sign> value`, and return the object that the statement assigns."""
+        """Apply the assignment operator `sign` with `value`, and return the object to assign."""
         raise NotImplementedError
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -377,7 +377,7 @@ class Activation(InPlace):
         return Expression({self._recording.read(self._spot): 1.0})
 
     def clone(self) -> Draft:
-        """Copy the value at this point: later writes to this tensor do not change it. The copy can be changed in place
+        """Copy the current value: later writes to this tensor do not change the copy. The copy can be changed in place
         and written back. It belongs to the same run, so writes at earlier layers change it, even those on later
         lines."""
         return Draft(self, self._recording.read(self._spot), [], self._spot)
@@ -443,15 +443,15 @@ class Activation(InPlace):
             self._record(Add, self._vector(as_number(value, "as a value:")), scale=scale, norm=norm)
 
     def ablate(self, directions: Any) -> None:
-        """Apply `pc.Ablate`: remove the span of the directions."""
+        """Apply `pc.Ablate`: remove the component in the span of the directions."""
         self._record(Ablate, directions)
 
     def clamp_along(self, direction: Any, low: float | None = None, high: float | None = None) -> None:
-        """Apply `pc.Clamp`: bound the projection onto a direction."""
+        """Apply `pc.Clamp`: clamp the projection on a direction to `low` … `high`."""
         self._record(Clamp, direction, low=low, high=high)
 
     def rotate(self, plane: Any, degrees: float, relative: bool = False) -> None:
-        """Apply `pc.Rotate`: rotate within a plane to an angle, or by it if `relative`."""
+        """Apply `pc.Rotate`: rotate within a plane to an angle or, if `relative`, by that angle."""
         self._record(Rotate, plane, degrees, relative=relative)
 
     def noise(self, std: float, seed: int = 0, relative: bool = False) -> None:
@@ -459,7 +459,7 @@ class Activation(InPlace):
         self._record(Noise, std, seed=seed, relative=relative)
 
     def apply(self, fn: Callable[..., Any]) -> None:
-        """Apply `pc.Apply`: call Python on the rows; needs `allow_code=True`."""
+        """Apply `pc.Apply`: call a Python function on the rows. Requires `allow_code=True`."""
         if self._recording.lm.engine.remote:
             raise ProgramError(
                 "Apply is not supported on a server: save the rows, compute, and write them in a second trace, or "
@@ -474,7 +474,7 @@ class Activation(InPlace):
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
 
     def write(self, expression: Expression, own: Number | None = None) -> None:
-        """Record ops that set rows h to own · h + expression; `own` = None: to the expression alone."""
+        """Record ops that set rows h to own · h + expression; `own` None: to the expression alone."""
         with all_or_nothing(self._recording):
             self._write(expression, own)
 
@@ -633,7 +633,7 @@ class Draft(InPlace):
         return self
 
     def _part(self, key: Any) -> Spot:
-        """Return the part of the copy that brackets select."""
+        """Return the part of the copy that the subscript `key` selects."""
         own = self._of._spot
         if own.single:
             return own[key]
@@ -658,7 +658,7 @@ class Draft(InPlace):
         return tokens if inside else own.tokens & tokens
 
     def _numbered(self, rows: Tokens) -> Tokens:
-        """Return the tokens at some rows of the copy. `rows` selects among its rows as if they were a prompt."""
+        """Return the tokens at some of the copy's rows; `rows` selects among these rows as if they were a prompt."""
         own, positions = self._of._spot, self._of._recording.known_positions(self._of._spot)
         assert isinstance(rows, Positions)
         try:
@@ -713,7 +713,7 @@ class Draft(InPlace):
 
 
 def numbered(positions: np.ndarray, single: bool) -> Tokens:
-    """Select the given positions, in order; with `single`, only the first."""
+    """Return a selection of the given positions, in order; with `single`, of the first position only."""
     numbers = positions.tolist()
     if single:
         return every[numbers[0]]
@@ -784,7 +784,7 @@ class Steps(TokenGroup):
         return TokenGroup(self._recording, self._tokens[key], True, single)
 
     def __len__(self) -> int:
-        """Return the number of tokens, assuming that the run generates `max_tokens`."""
+        """Return the number of tokens, assuming that the run generates all `max_tokens`."""
         self._recording.check_prompt()
         return len(self._tokens.select(self._recording.length, self._recording.limit))
 
@@ -795,7 +795,7 @@ class Steps(TokenGroup):
 
 
 def as_layers(key: Any) -> int | Range:
-    """Read a layer or a range of layers from brackets. Raises `ProgramError` for anything else, including None."""
+    """Parse a layer or a range of layers in a subscript. Raises `ProgramError` for anything else, including None."""
     return Range.of(key) if isinstance(key, slice) else key if isinstance(key, Range) else as_integer(key)
 
 
@@ -965,7 +965,7 @@ class Pending(Arithmetic, torch.Tensor):
 
 
 class Saved:
-    """One `.save()`: its expression, its line, and the tensor that the caller received."""
+    """One call of `.save()`: its expression, its line, and the tensor that it returned."""
 
     expression: Expression
     line: Line
@@ -981,7 +981,7 @@ class Saved:
         return [read.recording for read in self.expression.terms]
 
     def raise_failure(self) -> None:
-        """Raise if the value failed, will never be available, or if the caller must do something first."""
+        """Raise the value's error, if it failed, or as `check_to_come` if it is not available yet."""
         if self.failure is not None:
             raise self.failure
         for recording in self.recordings:
@@ -1007,7 +1007,7 @@ NOT_READ = {  # why a saved value is not available, by the state of its recordin
 
 
 def check_to_come(recording: Recording, name: str) -> None:
-    """Raise if a recording's saved values will never be available, or if the caller must do something first."""
+    """Raise if a recording's values will never be available, or if its trace must be entered or iterated first."""
     if recording.state == "left":
         raise MissingSource(f"{name} was not read: an error ended the trace before it ran")
     if recording.state in NOT_READ:

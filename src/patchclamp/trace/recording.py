@@ -4,14 +4,14 @@ A `Spot` is a model tensor at selected tokens, as a proxy names it. It has the m
 [T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W], when indexed
 and when saved. `logits` never has this axis.
 
-An `Entry` is a read or write of a spot. It keeps its line, so that an error at the end of the trace can name it.
+An `Entry` is a read or write of a spot. It keeps the caller's line, which errors at the end of the trace name.
 
 A write of another run's rows must wait until that run has captured them. So every write has a level: 0 if it writes
 numbers or rows of an earlier layer of its own run, else one more than its source's level. A read's level is the highest
 level of the writes in its prompt that can change it: those at an earlier depth, or on an earlier line at the same
 point, or all writes if it reads generated tokens. A run with only these writes gives the read the same value as the
-last run. Runs with equal level and `max_tokens` form a batch (`Schedule`). If a level depends on itself, there is no
-order and the trace is rejected.
+last run. Runs with equal level and `max_tokens` form a batch (`Schedule`). If a level depends on itself, no order
+exists and the trace is rejected.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Spot(msgspec.Struct, frozen=True):
         return spot
 
     def _without_batch(self, keys: list[Any]) -> Spot:
-        """Consume the batch index at the front of the brackets."""
+        """Apply the batch index, the first in the brackets."""
         first = keys.pop(0)
         if _is_whole(first):
             return self
@@ -256,7 +256,7 @@ class Entry:
     op: the op of the program; if it writes the rows of a read, the value is filled in once the read's run is known
     spot: the tensor and tokens it acts on
     source: the read whose rows it writes, or None
-    within: True if a single run can do the source read and this write, by storing the rows as it reads them
+    within: True if one run can do both the source read and this write, by storing the rows that it reads
     """
 
     recording: Recording
@@ -307,7 +307,7 @@ class Entry:
 
 
 def may_be_within(write: Entry, read: Entry) -> bool:
-    """True if a write can take the rows of a read in the same run: the read is at an earlier layer and no later
+    """True if a write can take the rows of a read in the same run: the read is at an earlier layer and at no later
     position, it has at most `MAX_STORED` rows, and its tensor was not written since."""
     recording = read.recording
     if write.recording is not recording or recording.prompt is None:
@@ -363,7 +363,7 @@ class Recording:
         self.run: Run | None = None
 
     def drop(self, error: BaseException) -> None:
-        """Mark the block as exited with an error, so that it does not run."""
+        """Mark the block as exited with an error, so that its recording does not run."""
         self.state = "left"
         if isinstance(error, PatchclampError):
             self.failure = error
@@ -434,7 +434,7 @@ class Recording:
         return end - first
 
     def rehearsal(self) -> Recording:
-        """Create a scratch recording of the same prompt, to check lines that are not kept."""
+        """Create a temporary recording of the same prompt, to check lines without keeping their entries."""
         other = Recording(self.lm, self.prompt, self.max_tokens, self.trace)
         if self.prompt is not None:
             vars(other)["bound_prompt"] = self.bound_prompt
@@ -551,13 +551,13 @@ class Schedule:
         return [[run for run in runs if (run.level, run.max_tokens) == key] for key in keys]
 
     def gives(self, run: Planned, read: Entry, write: Entry) -> bool:
-        """True if this run provides the rows of a read that a write takes."""
+        """True if this run captures the rows of `read` for `write`."""
         level = self._levels[read]
         from_last = self._levels[write] > self._last[read.recording]
         return run.recording is read.recording and (run.is_last if from_last else run.level == level)
 
     def _early_runs(self) -> Iterator[Planned]:
-        """Return extra runs that capture the sources of writes if the source prompt's own run comes too late."""
+        """Return extra runs that capture the sources of writes if the source prompt's own run ends too late."""
         early: dict[tuple[Recording, int], list[Entry]] = {}
         for write in (e for recording in self.recordings for e in recording.entries if e.source and not e.within):
             read = write.source
@@ -574,7 +574,7 @@ class Schedule:
 
 
 def _fits_the_prompt(write: Entry) -> bool:
-    """True if a write has the same effect on the prompt in a run of the prompt alone."""
+    """True if a write has the same effect on the prompt in a run without generated tokens."""
     recording, op = write.recording, write.op
     rows = getattr(op, "value", None)
     if isinstance(rows, Vector) and len(rows.shape) == 2 and (recording.positions(write) >= recording.length).any():

@@ -95,7 +95,7 @@ class Invoke(TokenGroup):
 
     @property
     def error(self) -> PatchclampError | None:
-        """The error of this prompt, or None."""
+        """This prompt's error, or None."""
         return self._recording.failure
 
     @property
@@ -118,9 +118,9 @@ class Invoke(TokenGroup):
 
 
 class Trace(NonTensor):
-    """The object of `with lm.trace(...)`. With a prompt it acts as its `Invoke`; without one, `invoke` adds prompts.
-    Everything runs at the end of the `with` block, in as few batches as its reads allow. With `stream=True` it runs
-    when the trace is iterated, after the block."""
+    """The object of `with lm.trace(...)`. With a prompt it acts as that prompt's `Invoke`; without one, `invoke` adds
+    prompts. Everything runs at the end of the `with` block, in as few batches as its reads allow. With `stream=True` it
+    runs when the trace is iterated, after the block."""
 
     def __init__(
         self, lm: LM, prompt: Any = None, *, messages: Any = None, max_tokens: int = 1, edits: Any = (),
@@ -231,7 +231,7 @@ class Trace(NonTensor):
             self._execution.answer = error
 
     def _end(self, left: bool) -> Iterable[RunArguments]:
-        """Close the recordings and return the calls to make now, if any."""
+        """Close the recordings and return the `lm.run` calls to make now, if any."""
         recordings = [invoke._recording for invoke in self._invokes]
         self._state = "left" if left else "ended"
         for recording in recordings:
@@ -247,8 +247,8 @@ class Trace(NonTensor):
     # -- streams
 
     def so_far(self, value: Any) -> Any:
-        """Return the current content of a saved value or a cache while the trace streams, at the tokens of the parts
-        read. Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet."""
+        """Return the current content of a saved value or a cache while the trace streams, at the tokens received so
+        far. Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet."""
         if self._stream is None:
             raise ProgramError("the trace is not streaming: use t.so_far(value) in the loop `for part in t`")
         run = self._stream.so_far
@@ -370,7 +370,7 @@ def is_shared(run: Planned, read: Entry) -> bool:
 
 
 def runnable(recordings: Iterable[Recording]) -> list[Recording]:
-    """Return the recordings that can run: those that have not failed and take no rows of a failed recording."""
+    """Return the recordings that can run: they have not failed, and take no rows from a failed recording."""
     whole = [recording for recording in recordings if recording.failure is None]
     for recording in whole:
         lost = (entry.source.recording.failure for entry in recording.entries if entry.source is not None)
@@ -405,7 +405,7 @@ class Execution:
         self.calls: Iterator[RunArguments] = self._calls()
 
     def finish(self, answer: list[Run] | PatchclampError) -> None:
-        """End the last call. Raises the trace's first error."""
+        """Store the last call's answer. Raises the trace's first error."""
         self.answer = answer
         next(self.calls, None)
 
@@ -484,7 +484,7 @@ class Execution:
     # -- errors
 
     def _blame(self, batch: list[Planned], error: PatchclampError) -> None:
-        """Fail the prompt whose index is in the path of a call's error, or all prompts."""
+        """Fail the prompt whose index is in an error's path or, without one, all prompts of the call."""
         match = re.match(r"prompt (\d+)\.?", error.path or "")
         if match is not None:
             error = type(error)(error.message, (error.path or "")[match.end() :] or None)
