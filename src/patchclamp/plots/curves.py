@@ -159,8 +159,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Return the coordinates and labels of the horizontal ticks: all x values, or round numbers if these are too
-        many."""
+        """Return the horizontal ticks (coordinate, label): all x values or, if too many, some of them or round ones."""
         numbers = self.numbers
         if len(numbers) > most and self.x_log:
             every = math.ceil(len(numbers) / most)
