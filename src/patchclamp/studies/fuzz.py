@@ -298,7 +298,7 @@ class FuzzSweep(Study):
     seeds: Annotated[Any, Arg(inputs.as_seeds, int, many=True, option="seed")] = (0,)
     """Seeds of the noise, and of the sampler if `sampling` has a temperature."""
     at: Annotated[Any, Arg(many=True, option="site")] = None
-    """Sites that get noise, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
+    """Sites to add noise to, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
     mode: Literal["noise", "scale"] = "noise"
     """noise, or scale: multiply embeddings by 1 − strength."""
     relative: inputs.Flag = True

@@ -291,7 +291,7 @@ class GridPlan:
 
     @property
     def units(self) -> int:
-        """The number of unpatched runs, into each of which every cell is patched."""
+        """The number of unpatched runs, each the baseline of every cell."""
         return len(self.cases) * self.repeats
 
     @property
