@@ -246,7 +246,7 @@ def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
     gap = float((sum(parts.values()) - last_ND).norm() / last_ND.norm())
     if not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"embedding, attention and MLPs do not add up to the last stream (relative error {gap:.2g}): this model "
+            f"embedding, attention and MLPs do not add up to the final stream (relative error {gap:.2g}): this model "
             "has other parts, so its logits cannot be attributed"
         )
     return parts

@@ -178,7 +178,7 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(row_1D), theirs_1V))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"the last norm and unembedding do not reproduce this model's logits (relative error {gap:.2g}, at most "
+            f"the final norm and unembedding do not reproduce this model's logits (relative error {gap:.2g}, at most "
             f"{tolerance(lm.model.dtype):g}): its last step is unsupported; readout='engine' works for every model"
         )
     _UNEMBEDDINGS[lm.engine] = best
