@@ -47,7 +47,7 @@ class AttentionResult(NamedTuple):
 
 
 class ReadRun(Protocol):
-    """The part of a `Run` that reads of attention use."""
+    """The part of a `Run` that reading attention requires."""
 
     @property
     def model(self) -> Model: ...
@@ -167,7 +167,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return several
 
     def layers(self, at: Site, path: str = "") -> list[int]:
-        """Return the layers of `of_layers`."""
+        """Return the layers whose results `of_layers` returns."""
         return [ref.layer for ref in self._refs(at) if ref.layer is not None and self._kept(at, ref, path)]
 
     def _refs(self, at: Site) -> list[SiteRef]:

@@ -96,7 +96,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 class _Edit(NamedTuple):
-    """One edit. path: of the op in its program; change: edits rows [N, D] in fp64, with or without the constant."""
+    """One edit. path: the op's path in its program; change: edits rows [N, D] in fp64, with or without the constant."""
 
     path: str
     change: Callable[[torch.Tensor, bool], torch.Tensor]

@@ -270,7 +270,7 @@ class LM:
         capture: Any = (), messages: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         """Grade many programs on one prompt, and return its `Grades`: for each program, the log-probabilities of the
-        same next tokens. Programs have no `Run`; on vLLM they share the engine's batches, which is faster than as many
+        same next tokens. Programs have no `Run`; on vLLM they share the engine's batches, which is faster than separate
         requests.
 
         prompt: text or token ids; for a list of either, with a list of programs for each, a list is returned
@@ -921,8 +921,7 @@ class LM:
         )  # fmt: skip
 
     def bound_request(self, program: Program, prompt: Prompt, max_tokens: int) -> Request:
-        """Return the request that runs a program on a prompt, for a vLLM engine to which callers submit requests
-        themselves."""
+        """Return a request that runs a program on a prompt, for callers that submit it to a vLLM engine themselves."""
         key = self.engine.run_prefix + _key()
         binding = self.bindings().of(program, key, prompt, max_tokens)
         return Request(key, list(prompt.ids), max_tokens, binding.bound, binding.vectors, code=binding.code,

@@ -47,7 +47,7 @@ MAX_UNMOVED_RTOL = 0.05  # relative change up to which an edit has not moved a r
 
 
 def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
-    """Return the `watchable` sites (name to point) at other points that an edit at `ref` must or must not move."""
+    """Return the `watchable` sites (name to point) that an edit at `ref` must move or leave unchanged."""
     names = (*SPECS[ref.name].moves, *unmoved(ref.name))
     return [text for name in names if watchable.get(text := f"{name}[{ref.layer}]", ref.point) != ref.point]
 
@@ -207,7 +207,7 @@ class Proof(msgspec.Struct, frozen=True):
     width, layout: the width and layout of its rows
     shape, noop, edit: True if the proof holds
     note: the first layer that fails, and the reason
-    adds: True if the sums that include it hold; None if no sum does
+    adds: True if the sums that include it hold; None if no sum includes it
     order: True if edits moved only the tensors computed from the site; None if its layer has no tensors to compare
     tried: the number of its layers in which an edit was tried
     """
@@ -378,7 +378,7 @@ def _push(base: Run, ref: SiteRef, louder: bool = False) -> Add:
 
 
 def _row(base: Run, ref: SiteRef) -> np.ndarray:
-    """Return the last row at a ref, with its heads concatenated."""
+    """Return the last token's row at a ref, with its heads concatenated."""
     return np.asarray(base[str(ref)])[-1].reshape(-1)
 
 

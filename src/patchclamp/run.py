@@ -348,7 +348,7 @@ class Run:
         return bool(self._captured or self._probe_ops)
 
     def captured_of(self, refs: Iterable[SiteRef]) -> list[SiteRef]:
-        """Return the captured sites among `refs`; for a projection of a part of the row, the site of that part."""
+        """Return the captured sites among `refs`; if only a part of the row was projected, return that part's site."""
         part, projected = self.site_map.part, self._projected
         return [part(ref, projected.get(ref.point, 0)) for ref in refs if ref.point in self._captured]
 
@@ -609,7 +609,7 @@ class Run:
         return LensResult(site, (), positions.tolist(), ids, logprobs, self._owner.engine.tokenizer.token_strings)
 
     def unread_lenses(self) -> dict[tuple[int, int], UnreadLens]:
-        """Return the lenses and features that were not read yet, by point and op."""
+        """Return the lenses and features that have not been read yet, by point and op."""
         lenses: dict[tuple[int, int], UnreadLens] = {}
         for path, number in self._lens_ops.items() if self.error is None else ():
             op = self.op_at(path)
@@ -771,7 +771,7 @@ class Run:
         return {op.path: ordinal for ordinal, op in enumerate(self._ops) if captures_site(op)}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
-        """Return those of the ascending `positions` that were computed and are to be read."""
+        """Return the `positions` (ascending) that were computed and are to be read."""
         begin, end = np.searchsorted(positions, [self._first, self.positions_computed])
         return positions[begin:end]
 
@@ -1223,7 +1223,7 @@ def joined(read: Sequence[_OfTokens]) -> _OfTokens:
 
 def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:
     """Compute the runs' unread lenses and features in few engine calls. `wanted`: the (point, op) pairs of the features
-    and translated lenses to compute, since each sends a matrix; None: all. Raises `MissingSource` for a closed run.
+    and translated lenses to compute (each sends a matrix); None: all. Raises `MissingSource` for a closed run.
     """
     by_lens: dict[tuple[int, Translator | FeatureReader | None], list[tuple[Run, tuple[int, int], int]]] = {}
     for run in runs:
@@ -1283,7 +1283,8 @@ def check_range(rows: torch.Tensor | np.ndarray, positions: np.ndarray, name: st
 
 
 def kinds_of(runs: Sequence[Run]) -> tuple[list[int], np.ndarray]:
-    """Return the index of each kind's first run, and of each run's kind, [R]. Raises a failed run's error."""
+    """Group runs by `Run.kind`: return the indices of each kind's first run and of each run's kind, [R]. Raises a
+    failed run's error."""
     numbers, firsts = dict[tuple[int, ...], int](), list[int]()
     kind = np.empty(len(runs), np.int64)
     for i, run in enumerate(runs):

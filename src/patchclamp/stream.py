@@ -84,7 +84,7 @@ class RunWatch:
         return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
-        """Take the fetched readouts of `run`, and test the condition on them."""
+        """Take the readouts that were fetched into `run`, and test the condition on them."""
         self.read_to, self._run = run.positions_computed, run
         if self._condition is not None and self.end is None:
             self.end = run.stopped_at(self._condition)
@@ -246,7 +246,7 @@ class Stream:
             self._engine.abort([self._key])
 
     async def aclose(self) -> None:
-        """Close the stream as `close` does. Neither blocks."""
+        """Close the stream, as `close` does; neither method blocks."""
         self.close()
 
     def __iter__(self) -> Stream:
@@ -328,7 +328,7 @@ class Stream:
         return part
 
     def _last(self, part: Part, cut: Answer, before: int) -> Part:
-        """Return the last part of a run that a condition ended, starting at token `before`."""
+        """Return the last part, starting at token `before`, of a run that a condition ended."""
         assert not isinstance(cut.text, str)
         cut.text, sent = cut.text(), "".join(each.text for each in self._parts)
         if not cut.text.startswith(sent):

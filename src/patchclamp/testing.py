@@ -365,7 +365,7 @@ class _Programs:
         self._buffer = np.zeros(0, np.float32)
 
     def _own(self, bound: BoundProgram) -> dict[str, tuple[int, int]]:
-        """Allocate bank space for the keys that a program stores; return their addresses."""
+        """Allocate space in the bank for the keys that a program stores; return their addresses."""
         addresses: dict[str, tuple[int, int]] = {}
         for op in bound.ops:
             for key, point in op.reads() if op.kind == STORE else ():
@@ -441,7 +441,7 @@ class _ActiveRequest:
         self.keys, self.values = net.cache(len(self.tokens) + request.max_tokens)
 
     def take(self, count: int, logits_V: np.ndarray) -> None:
-        """Mark `count` more positions as computed. Once all are, append the most likely next token."""
+        """Mark `count` more positions as computed. After the last one, append the likeliest next token."""
         self.computed += count
         if self.computed < len(self.tokens):
             return

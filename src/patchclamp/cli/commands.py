@@ -53,7 +53,7 @@ NOT_OPTIONS = {"model": "the first argument", "engine": "--engine", "prove": "pa
 
 
 def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
-    """Parse an option's text with `read`. Errors get the option as their path."""
+    """Parse an option's text with `read`; errors have the option as their path."""
     try:
         return read(*given)
     except PatchclampError as error:
@@ -236,7 +236,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
 
 
 def by_label(positions: list[Any]) -> dict[str, list[Any]]:
-    """Convert the positions of each pair to those of `PatchSweep`: by label, a list with one selection per pair."""
+    """Convert each pair's positions to the form of `PatchSweep`: by label, a list with one selection per pair."""
     labels = list(positions[0]) if isinstance(positions[0], dict) else []
     for number, of in enumerate(positions):
         if not labels or not isinstance(of, dict) or list(of) != labels:

@@ -274,7 +274,7 @@ def sites_json(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
 
 
 def shape(proof: Proof) -> str:
-    """Return a shape such as `[T, 576]` for T tokens, or with N for T if only sampled tokens have rows."""
+    """Return a shape such as `[T, 576]` for T tokens; with N instead of T if only sampled tokens have rows."""
     return f"[{'N' if proof.name == 'logits' else 'T'}, {proof.width}]"
 
 
@@ -290,7 +290,7 @@ def module(lm: LM, name: str) -> str:
 
 
 def parity(console: Console, result: Parity) -> None:
-    """Print one row per site: largest difference, first layer out of tolerance, and edit; then all problems."""
+    """Print one row per site: its largest difference, first layer out of tolerance, and edit; then all problems."""
     engines = " against ".join(result.engines)
     console.print(Text(f"{result.model} ({result.family}, {result.dtype}): {engines}", style="bold"), soft_wrap=True)
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}, {result.positions} positions"

@@ -75,7 +75,7 @@ STEER: Parameters = {
 
 
 def options_of(study: type[Study]) -> dict[str, Parameters]:
-    """Return the options of a study's command, in groups by the code that reads them."""
+    """Return the options of a study's command, grouped by the code that reads them."""
     fields = study.fields()
     by_pair = "positive" in fields or ({"clean", "corrupt", "answer"} <= fields.keys() and "steps" not in fields)
     has_source = "source" in fields and "metric" in fields
@@ -163,7 +163,7 @@ def command_of(name: str) -> Callable[..., None]:
 
 
 def of_option(error: PatchclampError, study: type[Study]) -> PatchclampError:
-    """Return the error with the option in its path instead of the field: `--site[0]` for `sites[0]`."""
+    """Return the error with the option's name in place of the field's in its path: `--site[0]` for `sites[0]`."""
     name = re.match(r"\w*", error.path or "")[0]  # pyright: ignore[reportOptionalSubscript]
     field = study.fields().get(name)
     if field is None or field.arg.parse is None:

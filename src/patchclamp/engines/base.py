@@ -355,7 +355,7 @@ class Answer(msgspec.Struct):
         without a program; None if the prompt was computed in full or read from a prefix cache
     drafts: draft token counts; None if the engine does not count drafts, or makes none
     monitored: products of the always-on probes (`Engine.monitors`) for every input token, [T, K]
-    stop_reason: "probe:NAME" if a condition on probe NAME ended the run; the last token is the input that met it
+    stop_reason: "probe:NAME" if a condition on probe NAME ended the run, at its last token
     prompt_logprobs, prompt_top_logprobs: as `logprobs` and `top_logprobs`, for each prompt token after the first
     """
 
@@ -606,7 +606,7 @@ class Engine(Protocol):
         ...
 
     def status(self) -> dict[str, Any]:
-        """Return counts of the engine's resources, for tests and the doctor."""
+        """Return counts of the engine's resources, such as stored runs, for tests and the doctor."""
         ...
 
     def close(self) -> None:
@@ -632,7 +632,7 @@ class Engine(Protocol):
         self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
         stream: np.ndarray | None = None,
     ) -> Gradients:  # fmt: skip
-        """Compute gradients of Σ weight · log p(token) of the next token at `points`. `weights`: by token id.
+        """Compute the gradients at `points` of Σ weight · log p(token) of the next token. `weights`: by token id.
 
         stream: rows [T, D] that replace the stream before the first layer
 
@@ -641,8 +641,8 @@ class Engine(Protocol):
         raise EngineError(f"the {self.model.engine} engine does not compute gradients; engine='transformers' does")
 
     def jacobians(self, prompt_token_ids: list[int], points: list[int], positions: list[int]) -> dict[int, np.ndarray]:
-        """Compute the Jacobian [D, D] of the stream's end, before the final norm, by each point (of width D). It is the
-        derivative of the end's sum over `positions`, averaged over the point's rows at `positions`.
+        """Compute the Jacobian [D, D] of the final stream, before the final norm, with respect to each point (of width
+        D): the derivative of the stream's sum over `positions`, averaged over the point's rows at `positions`.
 
         Raises: as `gradients`.
         """
@@ -712,7 +712,7 @@ ABORTED = "the run was aborted"
 
 
 class Carried(msgspec.Struct, array_like=True):
-    """A program as encoded in a request's sampling parameters.
+    """A program, as carried in encoded form by a request's sampling parameters.
 
     bound: the program, bound to the prompt
     sizes: (rows, width) of each bank key that the program reads
@@ -737,5 +737,5 @@ def carry(request: Request, sites: SiteMap) -> bytes:
 
 
 def receipt_of(carried: bytes) -> str:
-    """Return the digest of a carried program. Each worker computes it from the program that it installed."""
+    """Return the digest of an encoded program. Each worker computes the digest of the program that it installed."""
     return hashlib.blake2b(carried, digest_size=16).hexdigest()

@@ -26,7 +26,7 @@ WATCH = "_patchclamp_watch"  # of a module: called with query, key and options o
 
 
 class DenseKeys:
-    """A pass's keys in the layers that programs read, kept until the pass ends (`runtime.attention.Keys`)."""
+    """The keys of a forward pass, in layers that programs read, kept until the pass ends (`runtime.attention.Keys`)."""
 
     def __init__(self, net: Any, sites: SiteMap, runtime: Runtime) -> None:
         self._runtime, self._points = runtime, dict[torch.nn.Module, int]()
@@ -114,7 +114,7 @@ def _facts(query_BHTE: torch.Tensor, options: dict[str, Any]) -> AttentionFacts:
 
 @functools.cache
 def _wrap_attention_functions() -> None:
-    """Wrap Transformers' attention functions so that watched modules receive queries and keys first."""
+    """Wrap Transformers' attention functions to pass their queries and keys to watched modules first."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     functions: Any = ALL_ATTENTION_FUNCTIONS

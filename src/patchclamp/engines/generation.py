@@ -73,7 +73,7 @@ class Sampler:
         return int(torch.multinomial(self.probabilities(logits_V), 1, generator=self.generator))
 
     def probabilities(self, logits_V: torch.Tensor) -> torch.Tensor:
-        """Return the sampling probabilities [V] after min_p, top_k and top_p, in this order as in vLLM."""
+        """Return the sampling probabilities [V] after min_p, top_k and top_p, in vLLM's order."""
         probs_V = (logits_V.cpu().float() / self.temperature).softmax(-1)
         probs_V = probs_V * (probs_V >= self.min_p * probs_V.max())
         if 0 < self.top_k < len(probs_V):
@@ -163,7 +163,7 @@ class OutputWriter:
             self.prompt_top_logprobs += [dict(zip(*row, strict=True)) for row in rows if top]
 
     def _new_text(self) -> str:
-        """Return text that was not yet passed to the listener and that no later token changes."""
+        """Return the text that was not yet passed to the listener and that no later token can change."""
         text = self._stopped_text() if self.done else self.sampler.safe(self.tokenizer.settled(self.ids))
         if not text.startswith(self._sent):
             if self.done:
@@ -352,7 +352,7 @@ class Generation:
 
     @property
     def may_wait(self) -> bool:
-        """True if the batch has a single step, in flight, whose readout was requested in full at launch."""
+        """True if the batch has a single step, which is in flight, with its complete readout requested at launch."""
         return self.readout is not None and not self.readout.has_arrived and all(
             writer.sampler.is_greedy and writer.request.max_tokens == 1 and not writer.request.logprobs
             and writer.request.listener is None for writer in self.writers

@@ -24,7 +24,7 @@ Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32
 
 
 class LastNorm(NamedTuple):
-    """A model's final norm; its input is the end of the stream.
+    """A model's final norm, whose input is the final stream.
 
     factor: stream rows are the module's input times this factor
     pair: True if the module's input is the sum of two tensors

@@ -2,8 +2,8 @@
 
 The rest comes from the trunk, the prompt's run without a program. A pass branches off the trunk at a cut (`plan.cuts`).
 It computes tokens starting at the cut's position, and uses the trunk's keys and values before it. Layers below the cut
-are skipped, and its layer receives the trunk's stream. `Recompute` selects the requests to cut, after a proof on the
-live model. If the proof fails, every run is computed in full, and `whole_because` is the reason.
+are skipped, and the cut's layer receives the trunk's stream. `Recompute` selects the requests to cut, after a proof on
+the live model. If the proof fails, every run is computed in full, and `whole_because` is the reason.
 
 B requests · T tokens of the prompt · D width of the stream · H key/value heads · E head size
 """
@@ -119,7 +119,7 @@ class Trunk:
         return sum(tensor.nbytes for tensor in (*self.stream, *self.keys, *self.values))
 
     def cache(self, count: int, position: int) -> Any:
-        """Return a cache for `count` requests with the positions before `position`, sharing the trunk's rows."""
+        """Return a cache of the positions before `position` for `count` requests. It shares the trunk's rows."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache()
@@ -177,10 +177,10 @@ FEW = "too few runs share a prompt, or their programs change nearly all of it"
 
 
 class Recompute:
-    """A model's trunks, and the decision to use them.
+    """A model's trunks, and the decision whether to use them.
 
     whole_because: the reason to compute everything; empty if cuts are allowed
-    passes: the number of first passes computed in full, and from a cut
+    passes: the number of first passes computed in full, and the number computed from a cut
     """
 
     def __init__(self, net: Any, sites: SiteMap, device: str, way: str, max_tokens: int) -> None:
@@ -242,7 +242,7 @@ class Recompute:
         return trunk
 
     def trim(self, more: int = 0) -> None:
-        """Drop the oldest trunks until there is room for `more` bytes or none is left."""
+        """Drop the oldest trunks until there is room for `more` bytes, or no trunk is left."""
         while self._trunks and sum(trunk.bytes for trunk in self._trunks.values()) + more > MAX_TRUNK_BYTES:
             self._trunks.popitem(last=False)
 

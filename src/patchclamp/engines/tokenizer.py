@@ -96,7 +96,7 @@ def has_images(messages: Sequence[Any]) -> bool:
 
 
 def _is_image(part: Any) -> bool:
-    """True if a message part is not text (an image or sound)."""
+    """True if a message part is an image, sound, or anything else but text."""
     return isinstance(part, Mapping) and not isinstance(part.get("text"), str)
 
 
@@ -166,7 +166,7 @@ MOST_UNKNOWN = 1024  # consecutive tokens without a whole character
 
 
 def complete_text(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
-    """Return the text up to the last token that ends a character. Like vLLM's detokenizer, drop the tokens after it."""
+    """Return the text up to the last token that completes a character. As in vLLM, later tokens are dropped."""
     end = len(ids)
     while end and decode(ids[:end]).endswith(PARTIAL):
         end -= 1

@@ -333,7 +333,7 @@ class TransformersEngine(Engine):
         self._released.extend(runs)
 
     def abort(self, runs: list[str]) -> None:
-        """Free runs' captures. Submitted batches run to their end, except for runs whose listener is closed."""
+        """Free runs' captures. Submitted batches run to completion, except for runs whose listener is closed."""
         with contextlib.suppress(EngineError):  # the engine is closed and holds nothing
             self._call(self._release, runs)
 
@@ -430,7 +430,7 @@ class TransformersEngine(Engine):
         """Serve a batch. A program that does not fit waits for the next batch if this one has a cut; otherwise it
         fails.
 
-        The device computes a single-step batch while the next is admitted, so it is finished once the next has started.
+        A single-step batch is finished after the next has started: the device computes it during admission.
         """
         errors = self._admit(requests)
         if self._unfinished is not None and any(isinstance(error, CapacityError) for error in errors):
@@ -669,7 +669,7 @@ def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
 
 
 def _max_positions(config: Any) -> int:
-    """Return the model's maximum number of positions, under any config name for it."""
+    """Return the model's maximum number of positions, whatever the config calls it."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     for name in names:
         if isinstance(length := getattr(config, name, None), int):

@@ -27,7 +27,7 @@ INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn")  # of layers whose attentio
 
 
 class WeightKind(NamedTuple):
-    """A kind of weight. shape: its dimensions; point: the kind of the adjacent points ("": the model has one such
+    """A kind of weight. shape: its dimensions; point: the kind of the points next to it ("": the model has one such
     weight); axis: the dimension sharded across tensor-parallel workers (None: replicated)."""
 
     shape: str

@@ -79,7 +79,7 @@ class Info(msgspec.Struct):
 
 
 class WireRequest(msgspec.Struct):
-    """A request. carried: its program (`base.Carried`); vectors: the bank keys that the program reads from
+    """A request to run. carried: its program (`base.Carried`); vectors: the bank keys that the program reads from
     `WireBatch.vectors`; listens: True to stream parts."""
 
     run: str
@@ -137,7 +137,7 @@ class DictionaryWanted(msgspec.Struct):
 
 
 class Free(msgspec.Struct):
-    """Runs to release, abort or end early, and the session of a client that closes."""
+    """Runs to release, abort or end early, and the session to close."""
 
     release: list[str] = []
     abort: list[str] = []

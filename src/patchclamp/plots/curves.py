@@ -102,7 +102,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def log_ticks(self) -> list[float] | None:
-        """1, 2 and 5 times each power of ten on a logarithmic axis, or the powers alone if it is long; else None."""
+        """The ticks of a logarithmic axis: 1, 2 and 5 times each power of ten, or only the powers; otherwise None."""
         if not self.y_log:
             return None
         low, high = self.span
@@ -113,7 +113,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
 
 class Curves(msgspec.Struct, frozen=True, eq=False):
-    """Charts that share a horizontal axis, unless they have their own, with sentences below them."""
+    """Charts that share a horizontal axis, except those with one of their own, and notes below them."""
 
     title: str
     x_label: str
@@ -134,7 +134,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return sorted({float(x) for chart in self.charts if not chart.x_label for line in chart.lines for x in line.x})
 
     def axis_of(self, chart: Chart) -> Curves:
-        """Return the curves that share a chart's horizontal axis: only the chart itself, or these curves."""
+        """Return the curves that share a chart's horizontal axis: these, or the chart alone if it has its own axis."""
         if not chart.x_label:
             return self
         own = msgspec.structs.replace(chart, x_label="")
@@ -159,7 +159,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Return the coordinates and labels of the horizontal axis: all numbers, or round ones to save space."""
+        """Return the horizontal ticks (coordinate, label): all x values or, if too many, some of them or round ones."""
         numbers = self.numbers
         if len(numbers) > most and self.x_log:
             every = math.ceil(len(numbers) / most)

@@ -133,7 +133,7 @@ class ColourRange(msgspec.Struct, frozen=True):
 
 
 class HeatmapCell(msgspec.Struct, frozen=True):
-    """A cell by panel, row and column, with its value."""
+    """A cell: its panel, row and column, and its value."""
 
     panel: int
     row: int
@@ -193,7 +193,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The part of the colour scale that cells and unpatched runs use."""
+        """The range of the colour scale that cells and unpatched runs occupy."""
         scale, anchors = self.scale, [anchor.value for anchor in self.anchors]
         values = np.concatenate([anchors, *(panel.shown for panel in self.panels)])
         low, high = max(scale.low, float(np.nanmin(values))), min(scale.high, float(np.nanmax(values)))

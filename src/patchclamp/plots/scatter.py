@@ -26,7 +26,7 @@ class Scatter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A scatter plot of `points` (x, y), [N, 2], NaN for points to leave out. Each point has a label.
 
     front: indices of the points on the front, ordered by x · is_line: True to join them
-    reference: a point (x, y) to compare with; a horizontal line at y if x is None
+    reference: a point (x, y) to compare with, drawn as a horizontal line at y if x is None
     table: the header and rows of the page's table
     """
 

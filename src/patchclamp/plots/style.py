@@ -149,7 +149,7 @@ def page_file(path: str | Path) -> Path:
 
 
 def check_targets(png: str | Path | None = None, html: str | Path | None = None) -> None:
-    """Check the picture's and the page's paths before anything runs, so that writing does not fail at the end."""
+    """Check the paths of the picture and the page before a study runs, so that writing does not fail at the end."""
     for path, check in ((png, picture_file), (html, page_file)):
         if path is not None:
             check(path)
@@ -381,7 +381,7 @@ def frame(row: int, column: int, reference: int) -> dict[str, Any]:
 
 
 def titled(picture: Picture) -> Interactive:
-    """Return a picture as a plotly figure with its title, which a page has above the figure."""
+    """Return a picture as a plotly figure that includes the title; a page shows the title above the figure instead."""
     figure, lines = picture.figure(), textwrap.wrap(picture.title, 90)
     text = "<br>".join(map(html_text, lines))
     room = 24 * len(lines)
@@ -408,7 +408,7 @@ def add_cells(figure: Interactive, values: Any, hover: list[list[str]], labels: 
 
 
 def lay_out(figure: Interactive, height: int) -> Interactive:
-    """Set the height, the colours and the font of a plotly figure of cells."""
+    """Set the height, colours and font of a plotly figure that has cells."""
     figure.update_layout(height=height, plot_bgcolor=BLANK, margin={"t": 60},
                          font={"family": PAGE_FONT, "color": INK})  # fmt: skip
     figure.update_xaxes(showgrid=False, zeroline=False)

@@ -44,8 +44,8 @@ class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """A panel: `values` [R, C] as colours, NaN for none; `texts` [R][C] in the cells; `notes` [R][C] shown on hover.
 
     name: name of the values · row_name, column_name: names of the axes
-    centre: the value shown in white between two colours; None for a scale of one hue, dark at its `strong` end
-    reaches: the limits of the scale; None: the smallest and largest value
+    centre: the value shown in white, between two hues; None for a scale of one hue, dark at its `strong` end
+    reaches: the limits of the colour scale; None: the smallest and largest value
     outlined: (row, column) of each framed cell
     """
 

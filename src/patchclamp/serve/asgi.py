@@ -1,6 +1,6 @@
 """Routes on vLLM's app: its completion routes, extended with programs, and the routes under `/v1/patchclamp`.
 
-The shutdown takes bounded time: every client gets a response or a closed connection, and the process exits. Stock vLLM
+Shutdown takes bounded time: every client gets a response or a closed connection, and the process exits. Stock vLLM
 cancels its output handler before it notifies running requests, and uvicorn waits for their connections indefinitely.
 """
 
@@ -30,7 +30,7 @@ EXIT_S = 8.0  # then the process exits, even with tasks still running
 
 
 async def bound_shutdown(client: Any, state: Any) -> None:
-    """Wait until the server or its engine ends, then fail the running requests and make sure the process exits."""
+    """Wait until the server or its engine stops, then fail the running requests and make sure the process exits."""
     while (server := getattr(state, "server", None)) is None:
         await asyncio.sleep(LOOK_EVERY_S)
     config = server.config
@@ -62,7 +62,7 @@ def attach(app: Any) -> None:
 
 
 async def start(client: Any, state: Any, args: Any) -> None:
-    """Prove the sites. Raises `EngineError` for an engine without patchclamp, which would ignore every program."""
+    """Prove the sites at startup. Raises `EngineError` for an engine without patchclamp: it would ignore programs."""
     if enabled(client.vllm_config) is None:
         raise EngineError(
             "this server's engine was started without patchclamp: use `patchclamp serve`, or pass "
@@ -77,7 +77,7 @@ async def start(client: Any, state: Any, args: Any) -> None:
 
 
 async def answer_error(request: Any, error: Exception) -> Any:
-    """Respond to a `PatchclampError` with OpenAI's error object and the error's status."""
+    """Respond to a `PatchclampError` with its HTTP status and an error object in OpenAI's format."""
     assert isinstance(error, PatchclampError)
     front: Front = request.app.state.patchclamp
     authorization = request.headers.get("Authorization")

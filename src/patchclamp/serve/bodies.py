@@ -60,7 +60,7 @@ class OpenAIRoute(APIRoute):
 
 
 def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> Callable[[], Awaitable[Any]]:
-    """Wrap a request's `receive` to check limits before the body is parsed. Values are counted once the body
+    """Wrap a request's `receive` to check limits before the body is parsed. The limit on values applies once the body
     contains `mark`. Errors are raised as `HTTPException`, because FastAPI propagates no others."""
     body, values, is_marked = bytearray(), 0, False
 
@@ -86,8 +86,8 @@ def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> 
 
 
 async def check_values(body: bytes, limits: ServeLimits, has_object: bool = False) -> None:
-    """Raise `TooLarge` if a body has too many values under its key "patchclamp". With `has_object`, all commas of a
-    body count if the key is not found, because it may be escaped."""
+    """Raise `TooLarge` if a body has too many values under its key "patchclamp". With `has_object`, count all commas of
+    a body in which the key is not found, because it may be escaped."""
     most, values = limits.json_values, body.count(b",")
     if values <= most and len(body) <= QUICK_BYTES:
         return

@@ -100,7 +100,7 @@ def _rows(window: FileWindow, captured: list[Captured]) -> np.ndarray:
 
 
 def _batches(windows: Iterable[FileWindow]) -> Iterator[list[FileWindow]]:
-    """Group small windows into reads of up to `PART_BYTES`."""
+    """Group small windows into batches of at most `PART_BYTES`, each read in one call."""
     batch: list[FileWindow] = []
     for window in windows:
         if batch and sum(each.size for each in batch) + window.size > PART_BYTES:
@@ -179,7 +179,7 @@ class StoppedResponse(StreamingResponse):
 
 
 async def answer(file: File, fetch: Fetch, failed: Callable[[PatchclampError], None]) -> FileResponse:
-    """Return the response that sends a file. Raises any error from reading the first rows."""
+    """Return the response that sends a file. Raises the error if its first rows cannot be read."""
     parts = file.parts(fetch)
     first = await anext(parts)
 

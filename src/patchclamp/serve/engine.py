@@ -82,7 +82,7 @@ async def info(request: Request) -> Response:
 
 @router.post("/run")
 async def run(request: Request) -> Response:
-    """Run a batch and stream the results as its requests end."""
+    """Run a batch, and stream each request's result as it arrives."""
     front, owner = caller(request)
     await front.ready()
     batch = await _read(request, wire.WireBatch)
@@ -269,7 +269,7 @@ async def weight(request: Request) -> Response:
 
 @router.post("/sampling")
 async def sampling(request: Request) -> dict[str, bool]:
-    """Check sampling parameters. Responds with an error if the engine does not support them."""
+    """Check sampling parameters; the response is an error if the engine does not support them."""
     front, _ = caller(request)
     front.engine.check_sampling(await _read(request, dict))
     return {"ok": True}
@@ -350,7 +350,7 @@ class _Running:
         self._front.waiting.pop(run, None)
 
     def _end(self, i: int, future: Future[Answer]) -> None:
-        """Post a request's answer or error; called on the event loop's thread."""
+        """Post a finished request's answer or error; called on the event loop's thread."""
         del self._records[i]
         if self._waiting:
             self._start()
@@ -398,7 +398,7 @@ class _Grading(ClientWork):
 
 
 class _PartQueue:
-    """Posts the chunks of a request's output; called on the event loop's thread."""
+    """Posts each part of a request's output; called on the event loop's thread."""
 
     closed = False
 
@@ -491,7 +491,7 @@ def _job(
 
 
 def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.ndarray]) -> list[GradeJob]:
-    """Convert and check a request's jobs. They share the rows that they read, whose sizes the request declares."""
+    """Convert and check a request's jobs. The request declares the sizes of the rows they read."""
     points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
     for key, rows in asked.rows.items():
         try:
@@ -536,7 +536,7 @@ def _used(asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> dict[str, 
 
 
 def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
-    """Decode and verify a request's program, which may read only the owner's runs."""
+    """Decode and verify a request's program. It may read only the owner's runs."""
     assert asked.carried is not None
     try:
         carried = decode(asked.carried)
@@ -561,6 +561,6 @@ def _carried(front: Front, owner: str, asked: wire.WireRequest) -> Carried:
 
 
 def _check_owned(owner: str, name: str) -> None:
-    """Raise `MissingSource` for another owner's run, without revealing if it exists."""
+    """Raise `MissingSource` for another owner's run, without revealing whether it exists."""
     if name.count("-") != 2 or not name.startswith(f"{owner}-") or len(name) > 128 or not name.isascii():
         raise MissingSource(f"unknown run {name[:128]!r} for this client")

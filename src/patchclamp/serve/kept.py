@@ -3,8 +3,8 @@
 Everything is in memory: a name is a dictionary key and never a path. Runs, vectors and programs share a namespace.
 
 The API processes of a server synchronise through the first engine core, which stores the newest note on each name. A
-process fetches new notes before it looks up a request's names, and every few seconds; a single process fetches none.
-Journals of sweeps are not synchronised: with several processes, a repeated sweep may start over.
+process fetches new notes before it looks up a request's names, and every few seconds. A single process does not fetch
+notes. Journals of sweeps are not synchronised: with several processes, a repeated sweep may start over.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from patchclamp.store.named import Means, NamedBank, from_bytes, to_bytes
 
 
 class Note(msgspec.Struct):
-    """The newest state of an owner's name.
+    """The newest state of an entry: an owner's run, vector or program.
 
     kind: "vector", "program", "run", "gone", or "touched" (a run was read)
     by: the process that sent it
@@ -133,7 +133,7 @@ class Owned(ChainMap[str, Any]):
         super().__init__(runs, bank)
 
     def source(self, key: str) -> Run:
-        """Return the run with a key or name. Raises `MissingSource`."""
+        """Return the run with this key or name. Raises `MissingSource`."""
         runs = self.maps[0]
         for name, run in runs.items():
             if key in (name, run.key):
@@ -176,7 +176,7 @@ class KeptObjects:
         self._gone: dict[tuple[str, str], str] = {}  # the reasons why runs were dropped
 
     def bank_version(self, owner: str) -> int:
-        """Return a number that changes whenever an owner's bank does."""
+        """Return a version number that changes with the owner's bank."""
         return self._owners[owner].version
 
     def entries(self, owner: str, kind: str) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class KeptObjects:
         self._close(owner, name, "it was deleted")
 
     def let_go(self, owner: str, name: str, run: Run) -> None:
-        """Free a run that is not to be kept, unless another run has taken its name."""
+        """Free a run that is not kept after its request, unless another run has taken its name."""
         kept = self._owners[owner].runs.get(name)
         if kept is not None and kept.run is run:
             self._close(owner, name, "its captures were returned with its answer, and keep was not set")
@@ -298,7 +298,7 @@ class KeptObjects:
         self._say(owner, name, "gone", why.encode)
 
     def _forget(self, owner: str, name: str, why: str) -> None:
-        """Close a run, unless it is unknown to this process, and store the reason why it was dropped."""
+        """Close a run, if this process has it, and store the reason why it was dropped."""
         if (kept := self._owners[owner].runs.pop(name, None)) is not None:
             kept.run.close()
         self._gone[owner, name] = why

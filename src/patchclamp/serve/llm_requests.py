@@ -1,7 +1,7 @@
 """Programs in the requests of a `vllm.LLM`: `SamplingParams(extra_args={"patchclamp": program})`.
 
 The sites are proved before the first program, and again after the model's weights were updated. Each completion has its
-`Run` as `completion.patchclamp`, even without a program if the engine has its own probes.
+`Run` as `completion.patchclamp`; if the engine has its own probes, also without a program.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class MonitoredCall:
 
     def enter(self, request: str, choices: int, first: int | None = None) -> str:
         """Collect an engine request's scores. Return a unique request name, because clients may reuse `X-Request-Id`.
-        `first`: the index of the request's first choice in the response; None: after earlier requests' choices."""
+        `first`: the first choice's index in the response; None: the index after earlier requests' choices."""
         first = self._next if first is None else first
         self._next = first + choices
         name = f"{request}-{secrets.token_hex(8)}"
@@ -138,7 +138,7 @@ class ScoreWatch:
         self._log = None if log.path is None else ScoreLog(log, monitors, self._dropped.inc, process)
 
     def __call__(self, names: list[str], firsts: np.ndarray, counts: np.ndarray, products: np.ndarray) -> None:
-        """Process the scores of a message (`MonitorLog.watch`)."""
+        """Count and log the scores in a message (called as `MonitorLog.watch`)."""
         for monitor, outputs in self._outputs:
             scores = monitor.scores(products).reshape(-1, len(outputs))
             for i, (histogram, above) in enumerate(outputs):

@@ -120,7 +120,7 @@ def _with_programs(stock: Endpoint) -> Endpoint:
 
 
 async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
-    """Return the call in a request's model name, `patchclamp` object or `vllm_xargs`; None if it has no program."""
+    """Return the call from a request's model name, `patchclamp` object or `vllm_xargs`; None without a program."""
     extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
     has_object, variant = "patchclamp" in extra, None
     front, owner = caller(raw_request)
@@ -265,7 +265,7 @@ def _facts_of(chunk: str) -> dict[str, Any]:
 
 
 def _of_model(chunk: str, variant: Variant | None) -> str:
-    """Set the `model` field of a stream's chunk to the requested model."""
+    """Set the `model` field of a stream's chunk to the name that the client requested."""
     if variant is None or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])

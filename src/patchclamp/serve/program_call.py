@@ -64,7 +64,7 @@ class Variant(msgspec.Struct, frozen=True):
     uses: Program
 
     def said_of(self, error: PatchclampError) -> PatchclampError:
-        """Return the error with a note that its path counts the variant's edits first."""
+        """Return the error with a note that indices in its path count the variant's edits first."""
         edits = len(self.program.edits)
         return type(error)(f"{error.message} (the first {edits} edits come from the model {self.asked})", error.path)
 
@@ -131,7 +131,7 @@ class ProgramCall:
     variant: the program that is the request's model, or None
     chat: the messages and template options of a chat prompt
     runs: the (name, run) of each choice, by index
-    parts: by choice, the parts whose readouts go into the next chunk of a stream
+    parts: by choice, the output parts whose readouts go into the stream's next chunk
     error: the error that ended the call, or None
     records: the program's records over all prompts
     bindings: the program bound to each distinct prompt

@@ -60,7 +60,7 @@ router: APIRouter = APIRouter(
 
 
 def caller(request: Request) -> tuple[Front, str]:
-    """Return the front and the request's owner."""
+    """Return the `Front` and the owner of the request."""
     front: Front = request.app.state.patchclamp
     return front, owner_of(request.headers.get("Authorization"), front.has_keys)
 

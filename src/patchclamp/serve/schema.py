@@ -243,7 +243,7 @@ class SameRunValue(Closed):
 
 
 class TranslatorValue(Closed):
-    """A map of a layer's rows, h to A h + b, before a lens reads them."""
+    """An affine map h ↦ A h + b, applied to a layer's rows before a lens reads them."""
 
     layer: int
     matrix: VectorValue = Field(description="A [D, D]")
@@ -328,7 +328,7 @@ class LensAnswer(BaseModel):
 
 
 class FeaturesAnswer(BaseModel):
-    """Features of an attached SAE at each position: the largest first, or the requested ones."""
+    """An attached SAE's features at each position: the largest, in descending order, or the requested ones."""
 
     positions: list[int] = Field(description="positions of the tokens that were read")
     ids: list[list[int]] = Field(description="[tokens, k]")

@@ -102,7 +102,7 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
 
 
 def _leaves(value: Any) -> int:
-    """Count the items of a list and of its nested lists."""
+    """Count the items of a list, including those of nested lists."""
     return sum(map(_leaves, value)) if isinstance(value, list) else 1
 
 
@@ -114,7 +114,7 @@ def _count(prompts: Any) -> int:
 
 
 def owners_lm(front: Front, owner: str) -> LM:
-    """Return an `LM` on the server's engine with an owner's stored vectors and programs in its bank."""
+    """Return an `LM` on the server's engine, with the owner's stored vectors and programs in its bank."""
     lm = LM(front.lm.model.name, engine=front.engine)
     for name, entry in front.kept.owned(owner).items():
         lm.bank[name] = entry
@@ -162,7 +162,7 @@ async def study(
     `pc.studies.load`, or `error`.
 
     A study ends when its client disconnects. With `resume` its values are kept for as long as runs are. The same
-    request then resumes from them, after sending them again.
+    request then sends them again and resumes from them.
     """
     front, owner = caller(request)
     await front.ready()
@@ -241,7 +241,7 @@ class RunningStudy(ClientWork, Reporter):
             self.put(("progress", {"done": self._done, "of": self._total}))
 
     def start(self, sweep: Sweep, cells: int) -> None:
-        """Send the axes of a grid, whose cells follow."""
+        """Send the axes of a grid, before its cells."""
         self._places = {of: i for axis in (sweep.sites, sweep.layers, sweep.columns) for i, of in enumerate(axis)}
         axes = {"sites": sweep.sites, "layers": sweep.layers, "metric": sweep.metric, "direction": sweep.direction,
                 "source": sweep.source, "pairs": [_side_by_side(pair) for pair in sweep.pairs]}  # fmt: skip

@@ -85,8 +85,8 @@ class Leases:
         self._engine.renew(session)
 
     def extend(self, session: str) -> None:
-        """Keep a client's lease for at least `BEAT_S`: a batch may be read before its client's heartbeat, or after the
-        client was killed."""
+        """Extend a client's lease to at least `BEAT_S`: its batch may arrive before its first heartbeat, or after it
+        was killed."""
         self._engine.renew(session, self._lease_s - BEAT_S, extend=True)
 
     def opened(self, session: str) -> None:
@@ -170,7 +170,7 @@ class ReadoutReader:
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, watch: RunWatch) -> None:
-        """Read a request's readouts so far."""
+        """Read the readouts that a request has so far."""
         read = asyncio.get_running_loop().create_future()
         self._due.append((watch, read))
         if self._task is None or self._task.done():
@@ -198,7 +198,7 @@ class Front:
     readouts: reads the probes, lenses and features of running requests
     waiting: by run, a function that aborts a client's request before it starts
     journals: the journals from which sweeps are resumed
-    shows_scores: True if responses have the scores of the server's own probes
+    shows_scores: True if responses include the scores of the server's own probes
     under_way: the number of running studies and grading jobs, by owner
     has_keys: True if callers are identified by API keys
     """
@@ -226,7 +226,7 @@ class Front:
         self._proving = asyncio.ensure_future(self._prove())
 
     async def ready(self) -> None:
-        """Wait until the sites are proved, for the model's current weights. Raises any startup or proving error."""
+        """Wait until the sites are proved for the model's current weights. Raises any startup or proving error."""
         if self._proving.done() and self.engine.weights != self.engine.proved_weights:
             self._proving = asyncio.ensure_future(self._prove_sites())
         await asyncio.shield(self._proving)

@@ -1,7 +1,7 @@
 """Studies: experiments that take many runs. A study is a frozen configuration with `run(lm)`, and a short form such as
 `patch_sweep(lm, ...)`. Its result is frozen, and can be plotted, saved and loaded. Studies use an `LM`, never vLLM.
 
-The imports below are for readers and editors: every study in this folder is exported without them.
+The imports below only help readers and editors: every study in this folder is exported automatically.
 """
 
 import importlib

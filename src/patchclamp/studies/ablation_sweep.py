@@ -2,7 +2,7 @@
 
 A prompt is run many times. Each run replaces one cell with zeros, a mean over prompts, or the row of a randomly drawn
 prompt. If the answer suffers, the cell contributed to it. Zeros and means take the model off distribution; a resampled
-row does not, but adds the noise of the draw, which `draws` averages out.
+row does not, but adds sampling noise, which averaging over `draws` reduces.
 
 Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2; resample ablation, Chan et al. 2022, "Causal
 scrubbing" (Alignment Forum); when to use which, Heimersheim and Nanda 2024 (arXiv:2404.15255).

@@ -43,7 +43,7 @@ SIDES = ("base", "adapter")
 
 
 class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
-    """Feature sums of one run: the number of rows, and of rows with `kept` active features; for each active feature,
+    """One run's sums: the number of rows, the number of rows with `kept` active features and, for each active feature,
     its id, the sum of its values, and the number of rows where it is active."""
 
     rows: int
@@ -55,8 +55,8 @@ class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
 
 class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`means`, `rates` [2, K]: mean activation and firing rate of each of `features` [K] over `rows` rows, under the
-    base model and under the adapter. `full` [2]: the share of rows that reach the limit of `kept` features and may lack
-    smaller ones; 0 if the features were chosen.
+    base model and under the adapter. `full` [2]: the share of rows that reach the limit of `kept` features, and may
+    lack smaller ones; 0 if the caller chose the features.
     """
 
     sae: str
@@ -81,7 +81,7 @@ class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return frame.iloc[active[order]].reset_index(drop=True)
 
     def picture(self) -> TokenGrid:
-        """Return plot data: the means and firing rates of the features that differ most, also as a table."""
+        """Return plot data: the means and firing rates of the features that differ most, and a table of the same."""
         frame = self.to_frame().iloc[:SHOWN]
         cut = f" {style.percent(float(self.full.max()))} of rows may have more active features than were read."
         table = [(str(one.feature), *map(style.number, (one.mean_base, one.mean_adapter)),

@@ -40,8 +40,8 @@ READ = ("v", "z", "attn_out")  # sites needed for edges, besides the pattern
 def by_layer(
     lm: LM, prompts: Sequence[list[int]], layers: Sequence[int], tokens: TokensLike, also: Sequence[str] = ()
 ) -> Iterator[tuple[int, list[Run]]]:
-    """Yield (layer, runs): one run per prompt, with the layer's patterns at the queries `tokens` and its sites `also`.
-    A call captures as many layers as fit in `MAX_BYTES`; its runs are closed after its last layer."""
+    """Yield (layer, runs): one run per prompt, with the layer's patterns at the queries `tokens`, and the sites `also`.
+    A call captures as many layers as fit in `MAX_BYTES`; its runs are closed after the last of them."""
     size = 4 * lm.sites.sizes.heads * sum(len(ids) ** 2 for ids in prompts)
     together = max(MAX_BYTES // size, 1)
     for first in range(0, len(layers), together):
@@ -65,7 +65,7 @@ class AttentionRolloutResult(StudyResult, frozen=True, eq=False, kw_only=True):
     rollout: np.ndarray
 
     def picture(self) -> AttentionMaps:
-        """Return plot data: the rollout as a heatmap, and over the text."""
+        """Return plot data: the rollout as a heatmap, and as weights on the text's tokens."""
         return AttentionMaps(
             title=f"Attention rollout through layers {style.positions(self.layers)}", provenance=self.provenance.where,
             explained=("Each row is a token, each column the share of an earlier one in it: the product over layers of "
@@ -123,8 +123,8 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Edges from the tokens at `positions` to all tokens, in the heads of `layers`.
 
     `lengths` [L, H, Q, T]: α ‖v W_O‖, the length of the head's output for the edge, before any post-attention norm.
-    `shares` [L, H, Q, T]: the edge's direct effect on the logit of `answer` after the query, minus its effect on
-    `foil`'s logit; [0, H, Q, T] without an answer. A query's shares add up to the head's direct logit attribution.
+    `shares` [L, H, Q, T]: the edge's direct effect on the logit of `answer` at the query, minus that on `foil`'s logit;
+    [0, H, Q, T] without an answer. A query's shares add up to the head's direct logit attribution.
     """
 
     prompt_tokens: tuple[str, ...]
@@ -259,8 +259,8 @@ attention_edges: Callable[..., AttentionEdgesResult] = AttentionEdges.short_form
 
 
 def _towards(lm: LM, ids: list[int], compared: list[int], rows: list[int]) -> torch.Tensor:
-    """Return, for each query, the direction in the last stream that raises the logit of `compared[0]`, relative to that
-    of `compared[1]` if given: [Q, D], with the final norm's scale frozen."""
+    """Return, for each query, the direction in the final stream that raises the logit of `compared[0]`, or its
+    difference from the logit of `compared[1]` if given: [Q, D], with the final norm's scale frozen."""
     import torch
 
     unembedding = proved_unembedding(lm, ids)

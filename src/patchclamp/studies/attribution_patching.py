@@ -46,7 +46,7 @@ class AttributedRow(msgspec.Struct, frozen=True):
 
 
 class Estimate(PublicStruct, frozen=True):
-    """A cell, its estimated effect, and the effect of an exact patch, or None if it was not verified."""
+    """A cell, its estimated effect, and the effect of its exact patch; None if it was not patched."""
 
     row: AttributedRow
     column: Column
@@ -128,7 +128,7 @@ HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 
 
 class _RowCandidates(Candidates):
-    """Candidates whose cells are rows at aligned positions."""
+    """Candidates in which a cell is a grid row at an aligned position."""
 
     result = AttributionPatchingResult
 

@@ -1,5 +1,5 @@
-"""The base of attribution patching: activations and gradients of a clean and a corrupt prompt, and of steps between
-them; estimated effects of all cells, exact effects of a subset, and their correlation.
+"""The base of studies that estimate effects from gradients of a clean prompt, a corrupt prompt and steps between them,
+patch some cells exactly, and report the correlation of the estimated and exact effects.
 
 T tokens of the corrupt prompt · D model width
 """
@@ -37,10 +37,10 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
 
     estimates: first-order change of the corrupt run's metric if the cell had its clean value
     exact: measured change; NaN for cells that were not patched
-    sampled: True for cells that were verified as random draws, not for large estimates
-    metric: name of the metric; `clean` and `corrupt` are its values in the unpatched runs · steps: gradients averaged
-        from corrupt to clean; 0 is the gradient of the corrupt run alone · verified_on: model and engine of the exact
-        patches · noise_floor: difference between two unpatched runs on that engine
+    sampled: True for cells that were verified because they were drawn at random, not for a large estimate
+    metric: name of the metric; `clean` and `corrupt` are its values in the unpatched runs · steps: number of gradients
+        averaged from corrupt to clean; 0: the gradient of the corrupt run alone · verified_on: model and engine of the
+        exact patches · noise_floor: difference between two unpatched runs on that engine
     """
 
     kind: ClassVar[str]  # the kind of study, in titles

@@ -105,7 +105,7 @@ class _TracePlan(GridPlan):
 
 
 def _selection(subject: Any, path: str) -> Any:
-    """Return a selection; text that does not parse as one selects the span with this text."""
+    """Parse a selection; text that is not a selection selects the span that consists of this text."""
     if not isinstance(subject, str):
         return subject
     with contextlib.suppress(PatchclampError):

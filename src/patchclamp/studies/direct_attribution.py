@@ -1,8 +1,8 @@
 """Direct logit attribution: how much does each layer, head and neuron add to the answer's logit by itself?
 
-The last stream is a sum of the contributions of the embedding, every attention and every MLP. With the final norm
-frozen at its scale in that run, the logits are a sum over the same parts. A part's indirect effect through later layers
-is not included.
+The final stream is the sum of what the embedding, every attention and every MLP write. With the final norm frozen at
+its scale in that run, the logits are a sum over the same parts. A part's indirect effect through later layers is not
+included.
 
 Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; Wang et al. 2022 (arXiv:2211.00593),
 section 3.1, with the norm's scale frozen as in its appendix A.
@@ -44,7 +44,7 @@ class Share(PublicStruct, frozen=True):
 
 class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`shares` [N, C] of the `parts` ("embed", "attn_out[0]", …, "bias") add up to `totals` [N], the difference
-    logit(answer) − logit(foil) that our readout computes from the last stream, before any cap on the logits.
+    logit(answer) − logit(foil) that our readout computes from the final stream, before any cap on the logits.
     `unexplained` [N] is the rounding error of the sum. `logit_diffs` [N] is the model's own difference, before the cap.
     Without a foil, the difference is logit(answer).
 
@@ -232,7 +232,7 @@ LastRows = Callable[[Site], "torch.Tensor"]
 
 
 def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
-    """Return the contributions of the embedding, positions, attentions and MLPs to the last stream, [N, D] each.
+    """Return the contributions of the embedding, positions, attentions and MLPs to the final stream, [N, D] each.
 
     Raises: `ModelError` if they do not add up to the stream.
     """
@@ -246,7 +246,7 @@ def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
     gap = float((sum(parts.values()) - last_ND).norm() / last_ND.norm())
     if not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"embedding, attention and MLPs do not add up to the last stream (relative error {gap:.2g}): this model "
+            f"embedding, attention and MLPs do not add up to the final stream (relative error {gap:.2g}): this model "
             "has other parts, so its logits cannot be attributed"
         )
     return parts

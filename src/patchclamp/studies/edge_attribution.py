@@ -3,8 +3,8 @@ edges exactly. The effect of an edge is the change in the metric if v read u's o
 
 Each receiver reads the stream through its own norm. To first order, the effect of an edge u → v is the difference
 (clean − corrupt) of u's output, times the gradient at the stream as v alone reads it. An exact patch of the edge gives
-v alone the corrupt stream with u's clean output in it, through v's norm. It is one edit at `attn_in`, `mlp_in` or the
-last stream.
+v alone the corrupt stream with u's clean output in it, through v's norm. This is a single edit at `attn_in`, `mlp_in`
+or the final stream.
 
 Source: Syed et al. 2023 (arXiv:2310.10348), equation 3; with `steps`, Hanna et al. 2024 (arXiv:2403.17806), equation 3.
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Edge(PublicStruct, frozen=True):
-    """An edge: one part's output, as read by another part."""
+    """An edge: the output of one part of the model, as read by another."""
 
     sender: str
     receiver: str
@@ -184,7 +184,7 @@ def _norm(lm: LM, part: EdgeEnd, rows: dict[Site, np.ndarray]) -> Norm | None:
 
 
 def _before(norm: Norm, slope_TD: np.ndarray, rows_TD: np.ndarray) -> np.ndarray:
-    """Return the gradient before a norm, given the gradient after it."""
+    """Backpropagate a gradient from a norm's output to its input."""
     import torch
 
     with torch.enable_grad():

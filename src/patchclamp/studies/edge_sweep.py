@@ -23,8 +23,8 @@ from patchclamp.studies.sweep_result import Sweep
 
 
 class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
-    """Result of knocking out attention edges in a prompt's run (`edge_sweep`). `corrupt` is None; a column holds its
-    queries in `clean` and its keys in `corrupt`."""
+    """Result of knocking out attention edges in a prompt's run (`edge_sweep`). `corrupt` is None; a column stores its
+    queries as `clean` positions and its keys as `corrupt` positions."""
 
     done: ClassVar[str] = "Knocking out attention edges"
     cell: ClassVar[str] = "the run with some edges knocked out"
@@ -35,9 +35,9 @@ class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
 class EdgeSweep(PromptGrid):
     """Knock out attention from queries to keys, by layers and heads, and show where the answer suffers.
 
-    A cell is a window of layers, all heads or a group of heads, and a column's queries and keys. Each query of a cell
-    can attend to at least one of the cell's keys and one other key; `skipped` lists queries in no cell. Effects are
-    relative to the unedited run.
+    A cell is a window of layers, all heads or a group of heads, and a column's queries and keys. A cell has only
+    queries that can attend to at least one of its keys and to some other key; `skipped` lists queries in no cell.
+    Effects are relative to the unedited run.
 
     Raises: `ProgramError` for a wrong argument, `TokensError` for an empty selection, and the error of any run.
     """

@@ -236,8 +236,8 @@ class Evaluate(Study):
 
 
 def _tokens(lm: LM, prompt: str, text: str, chat: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokenise a prompt and its continuation: together, where spaces between them belong to the continuation, or as a
-    user turn and the start of its reply."""
+    """Tokenise a prompt and its continuation jointly, with the spaces between them in the continuation, or, with
+    `chat`, as a user turn and the start of the reply."""
     before = prompt.rstrip()
     known = lm.tokens(messages=[{"role": "user", "content": before}]) if chat else lm.tokenizer.encode(before)
     count, ids = len(known), known + lm.tokenizer.bare(text) if chat else lm.tokenizer.encode(prompt + text)

@@ -220,7 +220,7 @@ feature_attribution: Callable[..., FeatureAttributionResult] = FeatureAttributio
 
 
 def _ablation(name: str, cells: Sequence[Cell]) -> list[Op]:
-    """Return edits that ablate `cells`: one per set of positions, because each edit encodes the current row."""
+    """Return edits that ablate `cells`: one per set of positions, because every edit encodes its rows again."""
     by_positions: dict[tuple[int, ...], list[int]] = {}
     for feature, positions in cells:
         by_positions.setdefault(positions, []).append(feature)

@@ -1,7 +1,7 @@
 """Fit translators for `pc.Lens` and `logit_lens`: affine maps from each layer's rows to the last layer's.
 
 A tuned lens is trained: A and b minimise the KL divergence of the layer's prediction from the model's own. A Jacobian
-lens is computed: A is the average Jacobian of the last stream with respect to the layer's, and b is 0.
+lens is computed: A is the average Jacobian of the final stream with respect to the layer's, and b is 0.
 
 Source: Belrose et al. 2023 (arXiv:2303.08112), equations 2 and 3; Gurnee et al. 2026, "Verbalizable representations
 form a global workspace in language models" (transformer-circuits.pub/2026/workspace), and its package jacobian-lens.
@@ -112,9 +112,9 @@ class FitLens(Study):
     """Fit a tuned lens or a Jacobian lens on prompts, and measure it on held-out prompts.
 
     A tuned lens needs only rows, which any engine provides; each step captures a batch of prompts. A Jacobian lens
-    needs `engine="transformers"`, and D backward passes for each prompt, in batches. It differentiates the last stream,
-    summed over tokens, with respect to one token's row, and averages over tokens and then prompts, so effects on later
-    tokens count. The last layer of resid_post is not translated.
+    needs `engine="transformers"`, and D backward passes for each prompt, in batches. It differentiates the final
+    stream, summed over tokens, with respect to one token's row, and averages over tokens and then prompts, so effects
+    on later tokens count. The last layer of resid_post is not translated.
 
     Raises: `EngineError` for a Jacobian lens on another engine, `ModelError` if the model's norm and unembedding do not
     reproduce its logits, and the error of any run.

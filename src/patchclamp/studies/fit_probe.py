@@ -106,8 +106,8 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.layers[np.lexsort((self.log_loss, -self.auroc))[0]]
 
     def threshold(self, false_positive_rate: float = 0.01, layer: int | None = None) -> float:
-        """Return the threshold that at most this share of negative rows exceeds, out of fold. With n negative rows, a
-        rate below 1/n gives their largest score."""
+        """Return the lowest threshold with at most this false positive rate, out of fold. With n negative rows, a rate
+        below 1/n gives their largest score."""
         rate = inputs.as_float(false_positive_rate, "false_positive_rate")
         if not 0 <= rate < 1:
             raise ProgramError(f"expected a rate in [0, 1), got {rate:g}", "false_positive_rate")
@@ -209,7 +209,7 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class Examples(NamedTuple):
-    """The rows to fit on, `rows(i)` [N, D] at `layers[i]`, and each row's label and document.
+    """The training rows, `rows(i)` [N, D] at `layers[i]`, and each row's label and document.
 
     tokens: the rows' selection, or "" · made: the rows' provenance · path: template of a document's path in errors
     """

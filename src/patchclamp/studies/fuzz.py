@@ -89,7 +89,7 @@ REFUSAL = (
 
 
 class Fuzz(msgspec.Struct, frozen=True):
-    """Makes edits from a strength and a seed: at the embedding, as in `language.ops.fuzz`, or noise at given sites."""
+    """Makes edits for a strength and a seed: noise at the embedding, as in `language.ops.fuzz`, or at given sites."""
 
     mode: str
     at: tuple[At, ...] | None
@@ -116,7 +116,7 @@ class Fuzz(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """A description: `noise at embed, times the row's root mean square`."""
+        """The edits in words: `noise at embed, times the row's root mean square`."""
         if self.mode == "scale":
             return "embeddings times 1 − strength"
         places = "embed" if self.at is None else ", ".join(map(str, self.at)).replace(" @ every", "")
@@ -298,7 +298,7 @@ class FuzzSweep(Study):
     seeds: Annotated[Any, Arg(inputs.as_seeds, int, many=True, option="seed")] = (0,)
     """Seeds of the noise, and of the sampler if `sampling` has a temperature."""
     at: Annotated[Any, Arg(many=True, option="site")] = None
-    """Sites that get noise, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
+    """Sites to add noise to, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
     mode: Literal["noise", "scale"] = "noise"
     """noise, or scale: multiply embeddings by 1 − strength."""
     relative: inputs.Flag = True
@@ -348,7 +348,7 @@ class FuzzSweep(Study):
             perplexities = plan.perplexities(unfuzzed, fuzzed, journal, show_progress) if self.perplexity else {}
 
         def grid(value: Callable[[int, _Fuzzed, FuzzAnswer], float]) -> np.ndarray:
-            """Return a measure of each cell, given its prompt's index, its run, and the unfuzzed answer."""
+            """Return [P, L, S] with each cell's `value(prompt index, run, unfuzzed answer)`."""
             own = [unfuzzed[p][s if plan.drawn else 0] for p, _, s in plan.cells]
             values = [value(p, of, one) for (p, _, _), of, one in zip(plan.cells, fuzzed, own, strict=True)]
             return np.array(values, np.float64).reshape(P, L, S)
@@ -468,7 +468,7 @@ class _FuzzPlan:
         return [[of.answer for of in owns[i : i + each]] for i in range(0, len(owns), each)], fuzzed
 
     def _first(self, run: Run) -> np.ndarray:
-        """Return the first token's log-probabilities: [V], [k + 1], or [0]."""
+        """Return the first token's log-probabilities: all [V], the k likeliest and the rest [k + 1], or none [0]."""
         if self._study.divergence == "full":
             return log_softmax(np.asarray(run["logits"])[0])
         return with_rest(list(run.scores.values())) if self._likeliest else np.zeros(0)

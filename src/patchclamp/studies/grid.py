@@ -1,9 +1,9 @@
 """The base of studies that fill a grid: each cell is patched in one or several runs, and its values are averaged.
 
 A study reads its arguments into a `GridPlan`: its prompts (`GridCase`), rows, and source of values (`sources`). The
-plan grades the unpatched runs, patches every cell in each of them, and returns a `Sweep`. `Cells` runs graded trials in
-batches, two at a time. Reruns of the unpatched prompt among them measure the noise floor. Values are kept in the
-journal from which a study resumes.
+plan grades the unpatched runs, repeats each with every cell patched in turn, and returns a `Sweep`. `Cells` runs graded
+trials in batches, two at a time. Reruns of the unpatched prompt among them measure the noise floor. Values are appended
+to a journal, from which an interrupted study resumes.
 
 `Zoom` goes from coarse to fine: it patches blocks of layers and positions at once, and splits the best into smaller
 ones. A block's value is not the sum of its cells' values: a patch in one layer is overwritten by the next layer's, and
@@ -219,8 +219,8 @@ class GridCase(NamedTuple):
 
 
 class GridPlace(NamedTuple):
-    """Sites patched together: one row, and column indices in the grid. `at`: row and column index of its first cell in
-    the grid."""
+    """A place to patch: the sites of a row, at the grid's columns with these indices. `at`: the row and column index of
+    its first cell."""
 
     row: Row
     columns: tuple[int, ...]
@@ -228,7 +228,7 @@ class GridPlace(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One unpatched run, in which every cell is patched.
+    """One unpatched run, the baseline of patched runs with one cell changed in each.
 
     before: edits of every patched run, before the cell's own
     base: the unpatched metric; offset, factor: the grid holds (metric − offset) · factor
@@ -254,11 +254,11 @@ class GridPlan:
     """The checked arguments of a grid.
 
     cases: the prompts · rows: the grid's rows
-    source, mixing: source of the values written into a cell, by default the other prompt's run; how they are mixed in
+    source: source of the values written into a cell, by default the other prompt's run · mixing: how they are mixed in
     repeats: number of unpatched runs of each case's corrupt prompt
     seed: seed for intervals and tests over prompts · seeds: all seeds of the result, if it has more
     settings: further arguments that determine the values, as plain data · extra: further fields of the result
-    open: closes runs at the end; otherwise an error's traceback could keep them alive for long
+    open: closes runs at the end; otherwise an error's traceback could keep them alive
     """
 
     lm: LM
@@ -291,7 +291,7 @@ class GridPlan:
 
     @property
     def units(self) -> int:
-        """The number of unpatched runs in which every cell is patched."""
+        """The number of unpatched runs, each the baseline of every cell."""
         return len(self.cases) * self.repeats
 
     @property
@@ -356,7 +356,7 @@ class GridPlan:
                    for case, end in zip(self.cases, ends, strict=True))  # fmt: skip
 
     def place(self, r: Sequence[int], p: Sequence[int]) -> GridPlace:
-        """Return the place made of rows `r`, in one panel, and columns `p`, which are patched together."""
+        """Return the place that patches rows `r`, all of one panel, and columns `p` together."""
         row = self.rows[r[0]]
         if len(r) > 1:
             layers = {at.layers for i in r for at in self.rows[i].sites if isinstance(at.layers, int)}
@@ -651,7 +651,7 @@ class Cells:
 
     @property
     def computed(self) -> str:
-        """The extent of computation: whole runs, or from the first edit onward. Empty if the engine has no choice."""
+        """The computed part of runs, in words: all, or from the first edit onward; "" if there is no choice."""
         if "bulk" in self._routes:
             return "in batches, from the first edited position onward"
         if self._cut:
@@ -800,7 +800,7 @@ class Zoom:
         )  # fmt: skip
 
     def _whole(self, spans: Iterable[_Span]) -> list[_Span]:
-        """Return the spans whose cells all exist, and the existing single cells of the rest."""
+        """Return the spans whose cells all exist; of the other spans, return their existing cells one by one."""
         whole: list[_Span] = []
         for span in spans:
             some = self.possible[np.ix_(span.rows, span.columns)]

@@ -273,7 +273,7 @@ def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
 class Row(msgspec.Struct, frozen=True):
     """A site, its layer, and an index such as `3` or `0:64` if the row covers only part of the site.
 
-    layers: the layers patched together, if there are others than `layer`
+    layers: the layers patched together, if there are several
     """
 
     site: str
@@ -304,7 +304,7 @@ def rows_of(
     """Return the rows of `sites`, without duplicates, ordered by site and index, then by layer.
 
     layers: layers of sites without an index: all, a number, a list, or text such as "0:12"
-    group: number of heads, neurons or experts per row; None: all that the site names
+    group: number of heads, neurons or experts per row; None: one row for all of a site
     window: number of adjacent layers patched together, centred on the row's and clipped to the model
     parse: parses a site
 
@@ -430,7 +430,7 @@ def with_pairs(alignment: Alignment, pairs: Iterable[tuple[int, int]]) -> Alignm
 
 
 def matched_label(written: str, read: str) -> str:
-    """Return the label of matched tokens. Their outer spaces are made visible, unlike the spaces around the arrow."""
+    """Return the label of matched tokens. The tokens' outer spaces are made visible, the arrow's are not."""
     return f"{visible(written)} ← {visible(read)}"
 
 
@@ -593,8 +593,8 @@ def _range(layers: slice | Range) -> Range:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function whose parameters are annotated like study fields, to read its arguments before it starts. Raises
-    `ProgramError` for a missing, unknown or surplus argument, and for an invalid value."""
+    """Wrap a function whose parameters are annotated like study fields; its arguments are read and checked before it
+    starts. Raises `ProgramError` for a missing, unknown or surplus argument, and for an invalid value."""
     kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
     others = inspect.Parameter.VAR_KEYWORD in kinds.values()
     fields = fields_of(function, lambda kind: kind != inspect.Parameter.VAR_KEYWORD)

@@ -56,8 +56,8 @@ class Guess(PublicStruct, frozen=True):
 
 class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: the chosen
-    tokens'; rank 0 is the likeliest. `kl` [L, P]: Σ p · log(p / q) in nats, where p is the final layer's distribution
-    in the model's own readout, and q is the layer's in the lens. `entropy` [L, P]: q's entropy, in nats.
+    tokens' ranks (0: the likeliest) and log-probabilities. `kl` [L, P]: Σ p · log(p / q) in nats, where p is the final
+    layer's distribution by the model's readout, q the layer's by the lens. `entropy` [L, P]: q's entropy, in nats.
 
     lens: description of the lens · readout, about: kind of readout, and its description
     positions: prompt position of each column · texts: every token in the result, by id
@@ -164,7 +164,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 def _index_of(known: tuple[int, ...], number: int, count: int, path: str) -> int:
-    """Return the index of a layer or position; negative numbers count from the end of all `count`."""
+    """Return the index of a layer or position; negative numbers count from the end."""
     wanted = number + count if is_token_id(number) and number < 0 else number
     if not is_token_id(number) or wanted not in known:
         raise unknown(path, number, map(str, known), path)
@@ -287,7 +287,7 @@ def _measure(
 
 
 def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen: list[int]) -> list[np.ndarray]:
-    """Measure logits that arrive in chunks [n, V]: for each position the final layer's, then each layer's."""
+    """Measure logits that arrive in chunks [n, V]: for each position the final layer's logits, then each layer's."""
     rows = (row for part in logits for row in zip(part.log_softmax(-1), part, strict=True))
     cells, final_V = [], None
     for number, (logprobs_V, logits_V) in enumerate(rows):

@@ -9,7 +9,7 @@ A metric is one number, computed from the log-probabilities of an answer and a f
 
 Use `Metric` to define your own.
 
-For an answer of n tokens, log p is the sum of log p(answer[i] | prompt + answer[:i]) over n runs. Their edits name
+For an answer of n tokens, log p is the sum of log p(answer[i] | prompt + answer[:i]) over n runs. The edits select
 positions of the prompt, so they act the same in each run. A run grades all tokens requested after the same prefix.
 Source: logit difference and its normalisation, Wang et al. 2022 (arXiv:2211.00593), section 3; probability, Meng et al.
 2022 (arXiv:2202.05262), section 2; on the choice of metric, Zhang and Nanda 2023 (arXiv:2309.16042).
@@ -162,7 +162,7 @@ class Graded(msgspec.Struct, frozen=True):
         return self.custom.top if self.custom is not None else 0
 
     def records(self, grades: Grades, programs: np.ndarray) -> list[Recorded]:
-        """Return the records of `programs`, as indices into the job's. Raises the error of the first failed program."""
+        """Return the records of `programs`, given by index in the job. Raises the error of the first failed program."""
         if grades.errors:
             raise grades.errors[min(grades.errors)]
         logprobs = grades.logprobs[programs].astype(np.float64)
@@ -309,7 +309,7 @@ def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndar
 
 
 def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return (p, p_family): shares of sign flips with at least the observed statistic, which drawn flips include."""
+    """Return (p, p_family): shares of sign flips, the observed signs included, with at least the observed statistic."""
     size = np.sqrt((effects_NC**2).sum(0))
     unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
     observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order

@@ -37,9 +37,9 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class SiteParity(msgspec.Struct, frozen=True):
-    """One site: its places, the worst place, and one edit at `edit_at`. The edit moved the logits by `moved` on the
-    reference and by `here` on the examined engine; `edit` is the difference between these moves, relative to the
-    largest move if that is above 1. A move within an engine's batch noise counts as 0."""
+    """One site: its places (one per layer), the worst (`worst_at`), and one edit at `edit_at`. The edit moved the
+    logits by `moved` on the reference and by `here` on the examined engine; `edit` is the difference between these
+    moves, relative to the largest move if that is above 1. A move within an engine's batch noise counts as 0."""
 
     name: str
     places: tuple[str, ...]
@@ -53,9 +53,9 @@ class SiteParity(msgspec.Struct, frozen=True):
 
 class Parity(msgspec.Struct, frozen=True):
     """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
-    compared; `alike`: generated tokens on which both agree, and their total; `only`: sites that just one engine has, by
-    the same table; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the largest
-    row difference at every place; `logprobs`: the largest difference among tokens on which both agree."""
+    compared; `alike`: the number of generated tokens on which both agree, and their total; `only`: sites of a shared
+    table that one engine lacks; `left_out`: sites in only one of two different tables, which is not an error; `gaps`:
+    the largest row difference by place; `logprobs`: the largest difference among tokens on which both agree."""
 
     model: str
     family: str
@@ -72,7 +72,7 @@ class Parity(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
 
     def leaves(self, site: SiteParity) -> str | None:
-        """Return a site's first place that is out of tolerance, in layer order; None if all are within it."""
+        """Return a site's first place that is out of tolerance, in layer order; None without one."""
         return next((place for place in site.places if not self.gaps[place] <= self.bounds.rows), None)
 
     def moves(self, site: SiteParity) -> bool:
@@ -181,8 +181,8 @@ def parity(
 
 
 def given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options that each engine supports; the second also gets unknown options, and refuses them. If both
-    engines are of one kind, options go to the second only, except those that decide how the model is read."""
+    """Return the options for each engine. An unknown option goes to the second, which refuses it. If both engines are
+    of one kind, options go to the second only, except those that determine how the model is loaded."""
     if engines[0] == engines[1]:
         return {name: value for name, value in options.items() if name in READ}, options
     first, second = (known_options(engine) if options else [] for engine in engines)
@@ -230,7 +230,7 @@ def _observe(
     max_tokens: int,
     edits: Edits | None,
 ) -> _Seen:
-    """Observe one engine, and close it."""
+    """Run the prompts and edits on one engine, record the results, and close it."""
     if engine == "fake":
         options = {name: value for name, value in options.items() if name != "dtype"}
     with pc.LM(model, engine, prove=False, **options) as lm:

@@ -241,7 +241,7 @@ def _logprobs(run: Run) -> torch.Tensor:
 def _vector(
     from_run: Run, into_run: Run, site: str, cell: tuple[int, int], out: list[int], into: list[int], normed: bool
 ) -> tuple[np.ndarray, float]:
-    """Return the rows [n, D] that a cell writes, and the mean factor on them."""
+    """Return the rows [n, D] that a cell writes, and the mean factor by which they were scaled."""
     rows_nD = np.asarray(from_run[Site(site, cell[0])], np.float32)[out]
     if not normed:
         return rows_nD, 1.0

@@ -116,8 +116,8 @@ class _PathPlan(GridPlan):
 
     @functools.cached_property
     def _notice(self) -> str:
-        """The reason why the effect on the end of the model is 0 by construction; "" if it is not: an answer's later
-        tokens, for example, attend to the patched tokens."""
+        """The reason why the effect on the end of the model is 0 by construction; "" if it may differ from 0, as for an
+        answer's later tokens, which attend to the patched tokens."""
         ends = [of.label for of in self.receivers if not of.sites]
         frozen = [name for name in self.frozen if name in ATTENTION]
         reached = any(

@@ -2,10 +2,10 @@
 the matrices through which heads and neurons write into the stream.
 
 Site tables do not define how a norm is computed, so anything built from weights is first verified against the live
-model: a readout must reproduce its logits from its last stream, an output projection its layer's output.
+model: a readout must reproduce the model's logits from its final stream, an output projection its layer's output.
 
 A readout maps rows of the stream to logits in one of two ways. From the weights, it uses the final norm and the
-unembedding. From the engine, each row replaces the last stream of a run; this is exact for every model, but costs one
+unembedding. From the engine, each row replaces the final stream of a run; this is exact for every model, but costs one
 request per row.
 
 N rows · D model width · V vocabulary · W width of an input row: all heads' results, or all neurons
@@ -66,7 +66,7 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
         return parts_ND / scale_N1 * self.weight
 
     def pulled(self, directions_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Return the directions g with ⟨g, part⟩ = ⟨direction, `frozen` part⟩ for every part."""
+        """Return the directions g such that ⟨g, part⟩ = ⟨direction, frozen(part)⟩ for every part."""
         directions_ND = directions_ND * self.weight
         if self.centres:
             directions_ND = directions_ND - directions_ND.mean(-1, keepdim=True)
@@ -178,7 +178,7 @@ def proved_unembedding(lm: LM, ids: list[int]) -> Unembedding:
     best, gap = best_of(candidates, lambda candidate: relative_gap(candidate(row_1D), theirs_1V))
     if best is None or not gap <= tolerance(lm.model.dtype):
         raise ModelError(
-            f"the last norm and unembedding do not reproduce this model's logits (relative error {gap:.2g}, at most "
+            f"the final norm and unembedding do not reproduce this model's logits (relative error {gap:.2g}, at most "
             f"{tolerance(lm.model.dtype):g}): its last step is unsupported; readout='engine' works for every model"
         )
     _UNEMBEDDINGS[lm.engine] = best
@@ -209,7 +209,7 @@ class FromWeights:
 
 
 class FromEngine:
-    """A readout by the engine: each row replaces the last stream of a one-token run. Same API as `FromWeights`."""
+    """A readout by the engine: each row replaces the final stream of a one-token run. Same API as `FromWeights`."""
 
     way: Way = "engine"
 
@@ -226,7 +226,7 @@ class FromEngine:
         return torch.cat(list(self._read(rows_ND, FINAL_NORM, 256)))
 
     def _read(self, rows_ND: torch.Tensor, site: Site, count: int) -> Iterator[torch.Tensor]:
-        """Yield a site's values when each row replaces the last stream, at most `count` rows at a time."""
+        """Yield a site's values with each row in place of the final stream, at most `count` rows at a time."""
         import torch
 
         for rows in rows_ND.split(min(count, 256)):

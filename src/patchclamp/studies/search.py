@@ -456,7 +456,7 @@ class GridSampler:
 
 
 class OptunaSampler:
-    """One of Optuna's samplers, by name or as an object, which uses the values of earlier rounds."""
+    """A sampler of Optuna, by name or as an object. It uses the values of earlier rounds."""
 
     def __init__(self, sampler: Any, parameters: Mapping[str, Any], goals: Sequence[str], seed: int) -> None:
         optuna = style.need("optuna", "'patchclamp[search]'")

@@ -32,7 +32,7 @@ class Zeros(PublicStruct, frozen=True):
 
 
 class Banked(Converted, frozen=True):
-    """An entry of `lm.bank`: a vector, means, or a run, whose rows at the patched positions are used."""
+    """An entry of `lm.bank`: a vector, means, or a run's rows at the patched positions."""
 
     name: str
 
@@ -187,7 +187,7 @@ class CellWriter:
 
     value: returns the value for a site, given the positions to read from the source and to write; None if a subclass
         makes the edits
-    scales: factors of the old and the new value for cells bound as arrays · run: the run they read
+    scales: factors of the old and the new value for cells bound as arrays · run: the run that these read
     """
 
     def __init__(
@@ -234,7 +234,7 @@ def _refs(lm: LM, row: Row) -> list[tuple[int, int]]:
 
 
 class FromRun(CellWriter):
-    """Rows of another run; the caller closes it."""
+    """Rows of another run, which the caller closes."""
 
     run: Run
 

@@ -1,9 +1,9 @@
 """Steering vectors: a direction per layer from contrasting prompts, the layer where it works best, and a behaviour's
 score by strength.
 
-Three methods find a direction from rows of two classes. Directions are scaled: adding one once moves the mean of the
-negative class to that of the positive class, as measured along the direction. Equal scales are then equal strengths for
-all three methods.
+Three methods find a direction from rows of two classes. Directions are scaled so that adding a direction once moves the
+negative class's mean to the positive class's, as measured along the direction. Equal scales are then equal strengths
+for all three methods.
 
 A behaviour is a continuation that shows it, optionally compared with one that does not. Its score is the
 log-probability of all tokens of the first, minus that of the second (`studies.teacher_forcing`); for one token each,
@@ -157,7 +157,7 @@ HINT, COUNT = f"{ARCHITECTURE}.model_hint", f"{ARCHITECTURE}.layer_count"
 
 
 def write(path: str | Path, directions: Mapping[int, np.ndarray], model_hint: str) -> Path:
-    """Write directions [D], by layer.
+    """Write directions [D] by layer as a control vector in GGUF.
 
     Raises: `ProgramError` for layer 0, `PatchclampError` without the gguf package.
     """
@@ -180,7 +180,7 @@ def write(path: str | Path, directions: Mapping[int, np.ndarray], model_hint: st
 
 
 def read(path: str | Path) -> tuple[dict[int, np.ndarray], str]:
-    """Read directions [D] by layer, fp32, and the model that the file was made for.
+    """Read a control vector's directions [D] by layer, fp32, and the name of its model.
 
     Raises: `ProgramError` if it is not a control vector, `PatchclampError` without the gguf package.
     """
@@ -286,7 +286,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         )
 
     def chosen_layers(self, layers: Iterable[int] | int | None, path: str = "layers") -> list[int]:
-        """Return the named layers, all with a vector; by default the best one, or all if no best is known."""
+        """Return `layers` as a list, all with a vector; by default the best layer, or all if no best is known."""
         if layers is None:
             return list(self.layers) if self.best is None else [self.best]
         chosen = inputs.numbers_of(layers, path)

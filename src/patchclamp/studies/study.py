@@ -61,7 +61,7 @@ class Reporter:
     """Receives the progress of a study instead of a bar. An error that a method raises stops the study."""
 
     def begin(self, what: str, total: int) -> None:
-        """Receive the start of a step: its name, and its number of runs."""
+        """Receive the name of a step that starts, and its number of runs."""
 
     def advance(self, done: int) -> None:
         """Receive the number of runs finished since the last call."""
@@ -72,7 +72,7 @@ Show = bool | Reporter | None  # show a bar, or lines where there is no terminal
 
 @contextmanager
 def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances the bar: a line every 30 s without a terminal, nothing if `show` is False."""
+    """Show a bar (without a terminal, a line every 30 s) unless `show` is False. Yield a function that advances it."""
     if isinstance(show, Reporter):
         show.begin(what, total)
         yield show.advance
@@ -118,8 +118,8 @@ SAMPLED_BYTES = 1 << 16  # at both ends of a weights file
 
 
 def model_identity(lm: LM) -> tuple[str, str]:
-    """Return the model's name and, for a folder, a hash of config.json and of the weight files' names, sizes and ends.
-    It is the same on every machine, and differs for other weights of the same shapes because their ends differ."""
+    """Return the model's name and, for a folder, a hash of config.json and of the weight files' names, sizes and last
+    bytes. It is the same on every machine; the last bytes distinguish weights of the same shapes."""
     folder = Path(lm.model.name)
     if not folder.is_dir():
         return lm.model.name, ""
@@ -205,7 +205,7 @@ class StudyResult(PublicStruct, frozen=True, eq=False, kw_only=True):
         return save_page(self.picture(*of), path, include_plotlyjs)
 
     def _repr_html_(self) -> str | None:
-        """Return the figure as HTML for notebooks; None, for plain text, without a figure or plotly."""
+        """Return the figure as HTML for notebooks; None (plain text) without a figure or plotly."""
         return self._repr_mimebundle_().get("text/html")
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def _read_result(path: str | Path | bytes, what: str) -> tuple[dict[str, str], d
 
 
 class Arg(NamedTuple):
-    """Metadata in a study field's annotation that defines the reading of its values.
+    """Metadata in a study field's annotation that defines how its values are read.
 
     read: checks and converts a value, given its path
     parse: converts command-line text; None hides the field from the command line
@@ -579,8 +579,8 @@ def run_batches(
     """Call `lm.arun` with each of `calls`, keyword arguments for a list of prompts, and pass the runs to `read` in call
     order. Up to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
 
-    `read` is called on another thread. The first error of a call or of `read`, an interrupt, or a result of `stopped`
-    cancels the calls in flight, closes the runs that have not been read, and is raised.
+    `read` is called on another thread. An error of a call or of `read`, an interrupt, or the completion of `stopped`
+    cancels the calls in flight and closes the runs that have not been read. The first error is raised.
     """
     stopped = stopped or Future()
 

@@ -92,7 +92,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     effect: [R, P], `values` minus the unpatched run's metric; None before the sweep has finished
     low, high: [R, P], the ends of the 95 % confidence interval of `values`: percentile bootstrap over pairs; None for
         one pair
-    effect_low, effect_high: the same for `effect`, from differences within each pair; a clear effect excludes 0
+    effect_low, effect_high: the same for `effect`, from differences within each pair; 0 is outside for a clear effect
     p, p_family: [R, P], p-values of the effect by flipping the signs of pairs, per cell and corrected for all cells
     blocks: the blocks patched before the grid's cells, if the sweep zoomed in
     source: the values written into the cells and how they were mixed in, in words; empty in results of older versions
@@ -474,7 +474,7 @@ class MetricWords(NamedTuple):
 
 
 def metric_words(sweep: Sweep) -> MetricWords:
-    """Return the metric in words, for the first pair; the quantity is for all pairs."""
+    """Return the metric in words, with the tokens of the first pair. If pairs differ, the quantity names no tokens."""
     answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
     one, other = answer, foil
     if len({(pair.answer, pair.foil) for pair in sweep.pairs}) > 1:

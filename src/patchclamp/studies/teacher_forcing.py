@@ -37,7 +37,7 @@ FINAL_NORM = Site("final_norm")
 class Forced(msgspec.Struct, frozen=True):
     """A prompt and its continuation of at least one token, as token ids; `text` is the prompt's, if known.
 
-    edits: as in a run that generates the continuation: `prompt` selects from the prompt, `generated` from the
+    edits: as for a run that generates the continuation: `prompt` selects from the prompt, `generated` from the
         continuation
     path: the edits' path in errors
     """

@@ -285,7 +285,7 @@ class Admission:
         return bool(self._orders.release or self._orders.admit)
 
     def take_orders(self) -> Orders | None:
-        """Take the workers' tasks for the next step; None without tasks."""
+        """Take and return the workers' tasks for the next step; None without tasks."""
         if not self.has_orders:
             return None
         orders, self._orders = self._orders, Orders([], [], {})
@@ -400,7 +400,7 @@ class Admission:
                 heapq.heappop(self._queue)
 
     def refuse(self, request: Any, program: RequestProgram | None, error: PatchclampError) -> None:
-        """End a request with an error before it runs."""
+        """End a request with an error, before it has run."""
         if program is not None:
             self.programs[request.request_id] = program
         self.errors[request.request_id] = pack(error)
@@ -463,6 +463,6 @@ class Admission:
 
 def _is_checkable(request: Any, program: RequestProgram) -> bool:
     """True if a request has captures, and its rows at `embed` are rows of the embedding matrix. An adapter may change
-    these, and prompts given as embeddings have none."""
+    the rows, and prompts given as embeddings do not use the matrix."""
     captures = any(op.kind == CAPTURE for op in program.bound.ops)
     return captures and request.lora_request is None and request.prompt_embeds is None

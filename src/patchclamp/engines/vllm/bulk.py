@@ -111,8 +111,8 @@ class BatchResult(msgspec.Struct, array_like=True):
 
 
 class Bulk:
-    """One worker's jobs. `at_work`: a context in which the model runs with taps. `await_logits`: called before logits
-    are computed, so that the logits tap acts."""
+    """One worker's grading jobs. `at_work`: a context in which the model runs with taps. `await_logits`: called before
+    logits are computed, so that the logits tap acts."""
 
     def __init__(
         self, runtime: Runtime, model: BatchModel, at_work: Callable[[], AbstractContextManager[Any]],
@@ -132,8 +132,8 @@ class Bulk:
 
     @torch.inference_mode()
     def run(self, name: str, rows: int) -> BatchResult | None:
-        """Launch a job's next batch of at most `rows` rows, or one cell. Returns the previous batch's results, if
-        any."""
+        """Launch a job's next batch of at most `rows` rows, but at least one cell. Return the previous batch's results,
+        if any."""
         try:
             return self._jobs[name].run(min(rows, self.model.rows))
         finally:

@@ -72,7 +72,7 @@ FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the very first batch; max
 
 
 class BatchFacts(NamedTuple):
-    """Facts about a worker's batches.
+    """A worker's support for batches, and their limits.
 
     refusal: the reason why batches are not supported; "" if they are
     block, blocks: the number of tokens per cache block, and the number of blocks
@@ -421,7 +421,7 @@ class Underway:
         return {each.probe.name: PartScores(positions, each.scores(products)) for each in self._monitors}
 
     def answer(self, output: RequestOutput | None = None) -> Answer:
-        """Return the answer after the last output; `output` is None for a request that was ended early."""
+        """Return the answer after the last output; `output` is None for a request that we ended early."""
         ids, decode, last = self._ids, self._decode, None if output is None else output.outputs[0]
         tokens, numbers = ([], []) if self._prompt is None else (each.tolist() for each in self._prompt)
         likeliest = zip(tokens, numbers, strict=True) if self.request.prompt_logprobs else ()
@@ -483,7 +483,7 @@ def top_tokens_of(answers: Iterable[tuple[list[bytes], bytes, bytes] | None], to
 
 
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
-    """Return the shards with rows, or the first. Projected rows are only on the worker with all columns."""
+    """Return the shards that have rows, or else the first. Only the worker with all columns has projected rows."""
     return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]
 
 

@@ -436,7 +436,7 @@ class MonitorLog:
         self._stretches: dict[int, _Stretch] = {}  # the latest one, by part
 
     def arrived(self, message: Sequence[bytes]) -> None:
-        """Receive a message of scores. Its scores are for the output that carries it and for later ones."""
+        """Receive a message of scores, for the outputs that it arrives with and for later ones."""
         firsts, counts, products = (np.frombuffer(part, kind) for part, kind in zip(message, _KINDS, strict=True))
         self._message, self._taken, self._part = (firsts, counts, products.reshape(-1, self._columns)), 0, 0
 

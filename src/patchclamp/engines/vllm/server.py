@@ -168,9 +168,9 @@ def _larger(limit: str) -> str:
 
 
 class _Additional(dict[str, Any]):
-    """An `additional_config` that holds settings without effect on compiled code as attributes, because vLLM hashes its
-    items. They cannot be attributes of the configuration itself: vLLM could not derive the configuration of a part of
-    the model from it."""
+    """An `additional_config` that holds settings without effect on compiled code as attributes, because vLLM hashes
+    only its items. They cannot be attributes of the configuration itself: vLLM could not derive the configuration of a
+    part of the model from it."""
 
     serving: ServeLimits
     monitors: tuple[Monitor, ...]

@@ -230,7 +230,7 @@ class CaptureReceiver:
 
 
 def described(stored: dict[int, StoredRows]) -> dict[str, Any]:
-    """Describe rows without their bytes: each one's index, index into `positions`, width and dtype."""
+    """Describe rows without their bytes: for each item its index, index into `positions`, width and dtype."""
     arrays = {id(rows.positions): rows.positions for rows in stored.values()}  # the rows of a run often share one
     which = {key: i for i, key in enumerate(arrays)}
     rows = [[number, which[id(rows.positions)], rows.width, str(rows.dtype)[6:]] for number, rows in stored.items()]

@@ -340,7 +340,7 @@ class Attached:
             self._exchange.move(admitted.request, decode(admitted.program).bound)
 
     def before(self, scheduler_output: SchedulerOutput) -> tuple[bool, bool]:
-        """Process arrived and ended requests; return (active, True if a graph may be used)."""
+        """Process arrived and ended requests; return (True if a program acts, True if a graph may be used)."""
         active, fits = self._take_in(scheduler_output)
         _, tokens = compat.scheduled(scheduler_output)
         self._steps[active or self._uniform] += tokens > 0
@@ -559,7 +559,7 @@ class Attached:
         return None if request is None else self.runtime.outcome(request)
 
     def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
-        """Return (positions, rows) of captures this worker keeps, by index in `wanted`; to a receiver by
+        """Return (positions, rows) of captures this worker keeps, by index in `wanted`; for a receiver, as
         `CaptureSender.hand`."""
         stored = self._stored(wanted)
         if receiver:

@@ -272,7 +272,7 @@ class Harvest(Study):
         """
         shard: (i, n) for machine i of n, which writes parts i, i + n, …
         batch_tokens: maximum tokens per batch, by default chosen from the row width. Batches that
-            would take longer than about 2 s are smaller. Three are in flight, and a few more are being written
+            would take longer than about 2 s are smaller. Three batches are in flight, and a few more are being written
         checkpoint_bytes: a resumed harvest repeats at most twice this many bytes, and at most about 10 s of work
         """
         if self.folder is None:
@@ -304,7 +304,7 @@ class Harvest(Study):
         without writing to disk, in the order of `Harvested(folder, interleave=False).batches(size=batch_rows)`.
 
         At most two parts are in memory: one is read while the next is computed, and the engine waits for a slow reader.
-        Each iteration runs the documents. Ending an iteration early cancels its requests. A document's error is raised
+        Each iteration runs the documents again; ending it early cancels its requests. A document's error is raised
         after the parts before its own.
 
         batch_rows: rows in a batch; the last one may have fewer
@@ -416,7 +416,7 @@ def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped:
 
 
 def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
-    """Return the features of attached SAEs among the sites."""
+    """Return the requested `sites` that are features of attached SAEs."""
     stored: dict[str, StoredFeatures] = {}
     for number, op in enumerate(sites):
         path = f"sites[{number}]"
@@ -595,7 +595,7 @@ class _HarvestJob:
             run.close()
 
     def _document(self, part: OpenPart, prompt: int) -> str:
-        """Return the path that errors give for a part's prompt."""
+        """Return the path that error messages use for a part's prompt."""
         first = self._plan.tokens.prompts[part.part.prompts[prompt]]
         return f"document {int(self._plan.tokens.document_of(first))}"
 

@@ -1,4 +1,4 @@
-"""The plan of a harvest: the tokens of every document, the prompts to run, the rows to keep, and the place of each row.
+"""The plan of a harvest: the tokens of every document, the prompts to run, the rows to keep, and their shuffled order.
 
 The plan depends only on the documents, the tokenizer and the filters, so the number of rows and their places are known
 before anything runs. Filters depend on the tokens alone, except for the caps on norms.
@@ -279,7 +279,7 @@ def parts_of(documents: int, seed: int, parts: int) -> np.ndarray:
 
 
 def shuffled(rows: int, seed: int, part: int) -> np.ndarray:
-    """Return the index of the row at each place of a part, [R]."""
+    """Return a part's shuffle, [R]: the index of the row at each place."""
     return np.argsort(drawn(rows, _SHUFFLE, seed, part), kind="stable")
 
 

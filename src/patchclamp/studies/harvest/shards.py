@@ -1,15 +1,15 @@
-"""Writing a harvest: rows go to their places in the shards of their part while the engine computes the next ones.
+"""Writing a harvest: rows are written to their places in a part's shards while the engine computes the next rows.
 
-A site's rows in a shard are a safetensors file of full size from the beginning, filled in any order through a memory
-map. Data begin at offset 4,096, so that rows of whole pages are page-aligned in the file. Statistics are
+A shard has a safetensors file per site, which is created at full size and filled in any order through a memory map.
+Data begin at offset 4,096, so that rows of whole pages are page-aligned in the file. Statistics are
 summed in a fixed order, so that the same rows give the same bytes.
 
 An unfinished part has a journal of the prompts whose rows are on disk; a resumed harvest skips them. A record lists one
 checkpoint's prompts, and is appended after their rows are synced. Sealing a complete shard adds its index and
 statistics, and gives it its final name.
 
-`HarvestWriter` runs the threads. One thread calls it, part after part. Only that thread waits for room, so a slow disk
-throttles the engine. An error on any thread is raised on the calling thread.
+`HarvestWriter` runs the threads. One thread calls it, part after part. Only that thread blocks while the queue is full,
+so a slow disk throttles the engine. An error on any thread is raised on the calling thread.
 
 n rows · D width
 """
@@ -226,7 +226,7 @@ class HarvestBatch(NamedTuple):
 class OpenPart(ABC):
     """A part that is being filled: on disk (`PartWriter`), or in memory (`stream.StreamedPart`).
 
-    left: indices in the part of the prompts still to run
+    left: the prompts still to run, as indices in the part
     """
 
     part: HarvestPart
@@ -531,7 +531,7 @@ class HarvestWriter:
             future.result()
 
     def stop(self) -> None:
-        """Block until no thread is running, and add what was written to the journal."""
+        """Block until no thread is running, and add the prompts that were written to the journal."""
         self._writers.shutdown()
         self._checkpoints.shutdown()
         # after a failed sync the state on disk is unknown: the system reports a lost page only once

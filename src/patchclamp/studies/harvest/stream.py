@@ -154,8 +154,8 @@ class HarvestStream(IterableDataset[Values]):
     def _pieces(
         self, filled: collections.deque[Future[FilledPart]], room: Semaphore, free: collections.deque[Columns]
     ) -> Iterator[Columns]:
-        """Yield rows in order, cut at batch ends, for `chunks`, which copies them. A part's last rows are copied here,
-        because `chunks` holds them while the part's arrays are refilled."""
+        """Yield rows in order, split at batch boundaries, for `chunks`, which copies them. A part's last rows are
+        copied here, because `chunks` holds them while the part's arrays are refilled."""
         held = 0
         while filled:
             while not wait([filled[0]], timeout=LOOK_EVERY_S).done:  # in short steps, as in `run_batches`

@@ -194,7 +194,7 @@ class ActivationBuffer:
     0.1.0): each `next` returns a batch [out_batch_size, D], float32 by default.
 
     Rows arrive in reading order, which is shuffled. With `repeat`, iteration starts over after the last row, and a
-    batch may span two rounds; otherwise rows that do not fill the last batch are dropped.
+    batch may span the boundary; otherwise rows that do not fill the last batch are dropped.
     """
 
     d_submodule: Any

@@ -1,4 +1,4 @@
-"""vLLM's front ends, `LLMEngine` and a server's `AsyncLLM`: submits requests, reads outputs, and calls cores."""
+"""vLLM's front ends, `LLMEngine` and a server's `AsyncLLM`: submitting requests, reading outputs, and calling cores."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def on_config(complete: Callable[[VllmConfig], None]) -> None:
 
 
 def extra_args(carried: bytes | None, weights: int) -> dict[str, Any]:
-    """Return the `extra_args` that carry an encoded program. `weights`: `proved_weights` at the encoding."""
+    """Return the `extra_args` that carry an encoded program. `weights`: `proved_weights` when it was encoded."""
     return {} if carried is None else {KEY: carried, **({WEIGHTS: weights} if weights else {})}
 
 
@@ -139,7 +139,7 @@ class Submitter:
         self._processed: EngineCoreRequest | None = None
 
     def add(self, request: Request, carried: bytes | None, adapter: LoRARequest | None, weights: int = 0) -> None:
-        """Add a request, with its encoded program and the count of weight updates at encoding. Raises vLLM's errors."""
+        """Add a request with its encoded program; `weights`: as in `extra_args`. Raises vLLM's errors."""
         engine, run = self._engine, request.run
         settings = (
             request.sampling, request.max_tokens, request.score, request.logprobs, request.prompt_logprobs,

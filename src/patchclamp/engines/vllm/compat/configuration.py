@@ -318,7 +318,7 @@ UNTRIED_DRAFTS: dict[str, Any] = {
 
 
 def needs_steps_apart(vllm_config: VllmConfig) -> bool:
-    """True if steps are scheduled before draft verification by a runner that does not expose their true positions."""
+    """True if steps are scheduled before drafts are verified, by a runner that does not expose the true positions."""
     scheduler_config = vllm_config.scheduler_config
     return (
         vllm_config.speculative_config is not None

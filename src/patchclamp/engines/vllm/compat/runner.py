@@ -1,4 +1,4 @@
-"""Hooks on vLLM's model runners, worker and attention layers; readers of the scheduler's output; our own batches."""
+"""Hooks on vLLM's model runners, worker and attention layers; access to the scheduler's output; our own batches."""
 
 from __future__ import annotations
 
@@ -386,7 +386,7 @@ def without_graph() -> AbstractContextManager[Any]:
 
 def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) -> None:
     """Send arrays to the core with a runner's outputs, as their attribute `patchclamp`. `taken(tokens)` is called after
-    the forward pass of each step with tokens, and the function it returns once the output is needed."""
+    the forward pass of each step with tokens; the function that it returns is called once the output is needed."""
     execute, sample = runner.execute_model, runner.sample_tokens
     waits: list[Callable[[], np.ndarray]] = []  # of a step that was computed but not yet sampled
 

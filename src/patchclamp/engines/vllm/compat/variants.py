@@ -202,7 +202,7 @@ _Entries = list[tuple[Any, dict[Any, Any]]]  # wrappers of piecewise graphs (V1:
 class Graphs:
     """A runner's CUDA graphs, each recorded twice: idle, with an op that launches nothing, and active, with its kernel.
 
-    sizes        tokens of the steps recorded active (None: all that vLLM records)
+    sizes        step sizes, in tokens, to record active (None: all that vLLM records)
     recording    a context in which taps are recorded
     resting      a context in which graphs of idle steps are recorded
     tapped       makes a graph that was recorded with taps replayable
