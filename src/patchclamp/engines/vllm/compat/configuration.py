@@ -293,7 +293,7 @@ def _refused_connectors(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     return [
         (f"the KV connector {name!r} (kv_transfer_config)", transfer is not None and name not in CONNECTORS,
          f"not supported yet: the tested ones are {' and '.join(CONNECTORS)}"),
-        ("KV offloading (kv_offloading_size)",
+        ("KV offloading (OffloadingConnector)",
          name == "OffloadingConnector" and vllm_config.device_config.device_type == "cpu", "vLLM's requires a GPU"),
         (f"a custom KV connector module (kv_connector_module_path={module!r})", module,
          "patchclamp cannot check what it stores"),
