@@ -77,7 +77,8 @@ class Program(PublicStruct, frozen=True):
     @property
     def readout_path(self) -> str:
         """The path of the first readout, among edits or captures; "" if nothing is read."""
-        return next((path for path, op in self.ops if isinstance(op, Readout)), "")
+        of_edits = (f"edits[{i}]" for i, op in enumerate(self.edits) if isinstance(op, Readout))
+        return next(of_edits, "capture[0]" if self.capture else "")
 
     @property
     def probes(self) -> dict[str, Probe]:

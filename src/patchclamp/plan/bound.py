@@ -394,8 +394,9 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def contents(self) -> list[bytes]:
-        """Each op, encoded without its path and ranges."""
-        return [msgspec.msgpack.encode(msgspec.structs.replace(op, path="", ranges=())) for op in self.ops]
+        """Each op's hash, without its path and ranges."""
+        encoded = (msgspec.msgpack.encode(msgspec.structs.replace(op, path="", ranges=())) for op in self.ops)
+        return [hashlib.blake2b(of_op, digest_size=32).digest() for of_op in encoded]
 
     @functools.cached_property
     def captured(self) -> dict[int, np.ndarray]:
@@ -634,7 +635,8 @@ def block_key(bound: BoundProgram, start: int, end: int, seen_whole: Sequence[tu
         changes keys and values starting at its first position
     """
     end = max([end, *(stop for first, stop in seen_whole if first < end)])
-    clipped = {i: there for i, op in enumerate(bound.ops) if op.reaches_cache and (there := _clip(op, start, end))}
+    clip = functools.cache(functools.partial(_clip, start=start, end=end))  # most ops have the same ranges
+    clipped = {i: there for i, op in enumerate(bound.ops) if op.reaches_cache and (there := clip(op.ranges))}
     if not clipped:
         return None
     kept = (STORE, *(DECIDE if any(bound.ops[i].guard for i in clipped) else ()))
@@ -671,10 +673,10 @@ def checked_ranges(bound: BoundProgram, images: Sequence[tuple[int, int]]) -> tu
     return position_ranges(np.setdiff1d(positions, of_images), None)
 
 
-def _clip(op: BoundOp, start: int, end: int) -> tuple[PositionRange, ...]:
-    """Return an op's ranges, clipped to positions start … end − 1; empty if the op acts on none of these."""
+def _clip(ranges: tuple[PositionRange, ...], start: int, end: int) -> tuple[PositionRange, ...]:
+    """Clip an op's ranges to positions start … end − 1; empty if the op acts on none of these."""
     return tuple(
         PositionRange(max(first, start), min(stop, end), row + max(start - first, 0) * step, step)
-        for first, stop, row, step in op.ranges
+        for first, stop, row, step in ranges
         if first < end and stop > start
     )

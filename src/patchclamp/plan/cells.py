@@ -57,16 +57,14 @@ class CellRecords(msgspec.Struct):
         """Select cells by index, in this order, with the keys they read; None adds a cell without a program. Cells with
         equally many records form one group."""
         number = np.array([-1 if i is None else i for i in which])
-        place, by_size = np.full(self.count + 1, -1), dict[int, list[CellGroup]]()
+        place, groups = np.full(self.count + 1, -1), list[CellGroup]()
         for group in self.groups:
             place[:] = -1
             place[group.number] = np.arange(len(group.number))
             there = np.flatnonzero(place[number] >= 0)
             if len(there):
-                some = msgspec.structs.replace(group.take(place[number[there]]), number=there)
-                by_size.setdefault(group.records.shape[1], []).append(some)
-        groups = [CellGroup(*map(np.concatenate, zip(*map(msgspec.structs.astuple, of), strict=True)))
-                  for of in by_size.values()]  # fmt: skip
+                groups.append(msgspec.structs.replace(group.take(place[number[there]]), number=there))
+        groups = _merged(groups)
         indices = [index for group in groups for index in (group.key, group.beside)]
         used = np.unique(np.concatenate([[-1], *map(np.ravel, indices)]))[1:]
         again = np.full(len(self.keys) + 1, -1)  # maps −1 to −1
@@ -143,6 +141,15 @@ class CellRecords(msgspec.Struct):
             return np.frombuffer(part[1], dtype).reshape(part[0])
 
         return cls(count, [CellGroup(*map(array, group, dtypes)) for group in groups], keys)
+
+
+def _merged(groups: Iterable[CellGroup]) -> list[CellGroup]:
+    """Merge groups whose cells have equally many records."""
+    by_size: dict[int, list[CellGroup]] = {}
+    for group in groups:
+        by_size.setdefault(group.records.shape[1], []).append(group)
+    return [CellGroup(*map(np.concatenate, zip(*map(msgspec.structs.astuple, of), strict=True)))
+            for of in by_size.values()]  # fmt: skip
 
 
 def cells_of(programs: Sequence[BoundProgram | None]) -> CellRecords:
@@ -258,7 +265,7 @@ def joined(several: Sequence[CellRecords]) -> CellRecords:
             key, beside = numbers[group.key], numbers[group.beside]
             groups.append(CellGroup(group.number + count, group.records, group.point, key, beside))
         count += cells.count
-    return CellRecords(count, groups, list(keys))
+    return CellRecords(count, _merged(groups), list(keys))
 
 
 class PatchedPart(NamedTuple):

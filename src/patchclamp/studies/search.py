@@ -530,7 +530,7 @@ class Search(Study):
     """Seed of the draws."""
 
     def _run(
-        self, lm: LM, *, batch: inputs.Positive = 512, show_progress: inputs.Progress = None,
+        self, lm: LM, *, batch: inputs.Positive = 256, show_progress: inputs.Progress = None,
         resume: inputs.ResumeFile = None,
     ) -> SearchResult:  # fmt: skip
         objectives, parameters = self.objectives, self.space.parameters

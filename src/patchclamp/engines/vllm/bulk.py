@@ -186,7 +186,9 @@ class _RunningJob:
         self._edits_logits = any((group.point == logits).any() for group in self._cells.groups)
         self._streams: Streams | None = None
         self._row = np.cumsum(self._prompt) - self._prompt  # by part: the first of its rows in `_streams`
-        self._base: dict[int, torch.Tensor] = {}  # by part: log-probabilities of its next token without a program, [V]
+        # by part: log-probabilities of its next token without a program, once it is known
+        self._base_PV: torch.Tensor | None = None
+        self._has_base = np.zeros(len(job.parts), bool)
 
     def _order_cells(self) -> None:
         """Sort the cells by start: layer, then position. Unedited prompts come first."""
@@ -405,7 +407,7 @@ class _RunningJob:
                 where = to_device(cells, device)
                 next_NV = logits[to_device(next_row[cells] - begin, device)].float()
                 next_NV -= next_NV.logsumexp(-1, keepdim=True)  # more accurate than log_softmax on a CPU
-                if job.kl:
+                if job.kl and len(cells):
                     kl_N[where] = self._kl(part[cells], next_NV)
                 if job.top:
                     likeliest = next_NV.topk(job.top)
@@ -414,15 +416,19 @@ class _RunningJob:
 
     def _kl(self, part: np.ndarray, next_NV: torch.Tensor) -> torch.Tensor:
         """Return KL(unedited ‖ edited) of the next token for cells of the given parts."""
-        kl_N = torch.zeros(len(part), device=next_NV.device)
-        for i in np.unique(part).tolist():
-            mine = np.flatnonzero(part == i)
-            if i not in self._base:  # the prompt without a program comes first
-                self._base[i] = next_NV[int(mine[0])].clone()
-            base_V, mine = self._base[i], to_device(mine, next_NV.device)
-            gap_NV = (base_V - next_NV[mine]).masked_fill_(base_V == -torch.inf, 0)  # 0 · log 0 is 0
-            kl_N[mine] = (gap_NV * base_V.exp()).sum(-1).clamp_(min=0)
-        return kl_N
+        parts, first = np.unique(part, return_index=True)
+        new, device = ~self._has_base[parts], next_NV.device
+        if self._base_PV is None:
+            self._base_PV = torch.empty(len(self._has_base), next_NV.shape[1], device=device)
+        if new.any():  # the prompt without a program comes first
+            self._base_PV[to_device(parts[new], device)] = next_NV[to_device(first[new], device)]
+            self._has_base[parts[new]] = True
+        found, rows = [], max(self._chunk // 8, 1)  # at a time, since the temporary copies take memory
+        for begin in range(0, len(part), rows):
+            base_NV = self._base_PV[to_device(part[begin : begin + rows], device)]
+            gap_NV = (base_NV - next_NV[begin : begin + rows]).masked_fill_(base_NV == -torch.inf, 0)  # 0 · log 0 is 0
+            found.append(gap_NV.mul_(base_NV.exp_()).sum(-1).clamp_(min=0))
+        return torch.cat(found)
 
 
 def _placed(runtime: Runtime, keys: list[str], job: Job, remote: dict[str, torch.Tensor]) -> Placed:

@@ -213,7 +213,8 @@ class VllmFrontEnd(Engine):
             )
             for begin, end in cells.splits(numbers, int(most[2])) if cells.count else [(0, 0)]:
                 some = cells if end - begin == cells.count else cells.take(range(begin, end))
-                read = sum(math.prod(size) for size in self._sizes_of(some, [job], job.vectors).values())
+                of_some = sizes if some is cells else self._sizes_of(some, [job], job.vectors)
+                read = sum(map(math.prod, of_some.values()))
                 takes = np.array([len(job.prompt), facts.blocks_of(len(job.prompt)), read])
                 if group and (used + takes > most).any():
                     yield group
