@@ -187,6 +187,8 @@ def test_cells_after_an_edit():
 def test_cells_of_several_prompts():
     several = [random_programs(1, 7), random_programs(2, 5)]
     cells = joined([cells_of(programs) for programs in several])
+    sizes = [group.records.shape[1] for group in cells.groups]
+    assert len(set(sizes)) == len(sizes)  # few groups, since each is installed by itself
     known, placed = whole(cells.keys, np.random.default_rng(0))
     found = records_by_cell(cells, placed)
     for number, program in enumerate([*several[0], *several[1]]):
