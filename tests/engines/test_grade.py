@@ -355,6 +355,7 @@ UNBATCHED = {  # what a configuration has, where cells run as requests
         "scheduler_config.enable_chunked_prefill": False,
         "cache_config.enable_prefix_caching": False,
     },
+    "KV offloading": {"kv_transfer_config": types.SimpleNamespace(kv_connector="OffloadingConnector")},
 }
 
 
@@ -371,6 +372,7 @@ def test_configurations_that_grade_by_requests(reason):
         cache_config=types.SimpleNamespace(enable_prefix_caching=True),
         lora_config=None,
         speculative_config=None,
+        kv_transfer_config=None,
     )
     assert refusal_of(of) == ""
     for path, value in UNBATCHED[reason].items():

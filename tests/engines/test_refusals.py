@@ -317,6 +317,8 @@ def test_drafts_are_counted_where_some_are_asked_for():
     ("", "kv_transfer_config", SimpleNamespace(kv_connector="ExampleConnector", kv_connector_module_path="mine"),
      "a custom KV connector module (kv_connector_module_path='mine')"),
     ("", "kv_transfer_config", SimpleNamespace(kv_connector="OffloadingConnector"), "KV offloading (OffloadingConnector)"),
+    ("", "kv_transfer_config", SimpleNamespace(kv_connector="ExampleConnector", kv_connector_extra_config={"spec_name": "X"}),
+     "another offloading spec (kv_connector_extra_config)"),
     ("", "ec_transfer_config", object(), "encoder caches of other instances (ec_transfer_config)"),
     ("cache_config", "kv_sharing_fast_prefill", True, "KV-sharing fast prefill (kv_sharing_fast_prefill)"),
     ("model_config", "runner_type", "pooling", "pooling models (runner type 'pooling')"),

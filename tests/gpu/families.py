@@ -295,6 +295,10 @@ def _near(model: str, found: Any, plain: Any, exact: Any, dtype: str) -> tuple[b
     problems += [f"edits that move nothing: {', '.join(still)}"] if still else []
     problems += [f"sites of one engine: {', '.join(ours.only)}"] if ours.only else []
     problems += [] if edit <= AS_NEAR * plain_edit + SLACK[dtype][1] else ["edits move the logits otherwise"]
+    several = over > AS_NEAR * plain_over + sum(map(len, apart.values())) / 100
+    problems += ["more rows are beyond the bound than Transformers'"] if several else []
+    if dtype == FP32 and ours.logprobs > AS_NEAR * theirs.logprobs + SLACK[dtype][1]:
+        problems.append("log-probabilities are further apart")
     return not problems, "; ".join([told, *problems])
 
 

@@ -309,6 +309,7 @@ def offload(part: str, model: str, **changed: Any) -> None:
             started(part, lm)
             answers = stock.answer()
             _stock(part, answers[: len(PROMPTS)], lm)
+            note(part, "grades run as requests", "offloading" in lm.batch_refusal, lm.batch_refusal)
             ours = told(lm)
     cached = [run.cached_tokens for run in ours]
     loads = all((count >= 512) == (program == {}) for count, program in zip(cached[1:], story[1:], strict=True))

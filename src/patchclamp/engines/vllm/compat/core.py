@@ -396,6 +396,9 @@ class _Admitting:
                 del self._scheduler.requests[request.request_id]
                 self._add(request)
         output = self._schedule(*args, **kwargs)
+        for name in output.preempted_req_ids or ():  # with offloading, `free_blocks` is not called for them
+            if (program := _program_of(self._scheduler.requests[name])) is not None:
+                program.forget_proof()
         if self._scores is not None:
             self._scores.scheduled(id(output), *_blocks_of(output, self._followed))
         orders = self.admission.take_orders()

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from patchclamp.engines.vllm.compat.configuration import enabled
+from patchclamp.engines.vllm.compat.connectors import KEYED
 from patchclamp.engines.vllm.compat.pieces import Observer, Pieces, pieces_of
 from patchclamp.engines.vllm.compat.seams import forwards, require_all, seam, version
 from patchclamp.engines.vllm.compat.variants import (
@@ -540,6 +541,8 @@ def refusal_of(config: VllmConfig) -> str:
         "drafts": config.speculative_config is not None,
         "images": model.is_multimodal_model or model.uses_mrope,
         "state-space layers": model.is_hybrid or model.is_attention_free,
+        # copies blocks after they were freed, and does not see that a batch overwrites them
+        "KV offloading": getattr(config.kv_transfer_config, "kv_connector", None) in KEYED,
         "no chunked prefill": not in_parts,
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds)
