@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import patchclamp as pc
+from patchclamp.engines.vllm.admission import RequestProgram
 from patchclamp.engines.vllm.compat.connectors import check_transfer
 
 from .conftest import TINY
+from .test_admission import engine_core
 from .test_families import EAGER, IDS
 
 pytestmark = pytest.mark.usefixtures("inspected_here")
@@ -168,3 +170,22 @@ def test_a_program_beside_transfer_parameters_is_refused():
     with pytest.raises(pc.ProgramError, match="kv_transfer_params"):
         check_transfer(SimpleNamespace(connector=object()), request)
     check_transfer(SimpleNamespace(connector=object()), SimpleNamespace(kv_transfer_params=None))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_preempted_programs_are_proved_again(connected, monkeypatch, seen):
+    """Also if vLLM frees their blocks by another call than `free`, as beside a connector with steps in flight."""
+    forgotten: list[RequestProgram] = []
+    usual = RequestProgram.forget_proof
+    monkeypatch.setattr(RequestProgram, "forget_proof", lambda it: (forgotten.append(it), usual(it)))
+    prompts = [PROMPT[:60], OTHER[:60], PROMPT[20:80], OTHER[5:65]]
+    asked = {"edits": [HARD] * 4, "max_tokens": 60, "sampling": {"ignore_eos": True}, "logprobs": True}
+    expected = connected().run(prompts, **asked)
+    lm = connected("kv_both", num_gpu_blocks_override=10)
+    core = engine_core(lm)
+    lm.run(OTHER[:5], edits=HARD, max_tokens=1)  # the first program attaches admission
+    if not seen:
+        core.scheduler.kv_cache_manager.free = core.patchclamp._free_blocks
+    runs = lm.run(prompts, **asked)
+    assert len(forgotten) >= lm.engine.status()["preemptions"] > 0
+    assert all(map(close, runs, expected))
