@@ -220,7 +220,7 @@ def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride
 
 
 class KeptRun(msgspec.Struct):
-    """A run's number, and the chunk numbers `since` … `until` − 1 that may contain its rows; None while open."""
+    """A run's number, and the chunk numbers `since` … `until` − 1 that may hold its rows; `until` None: still open."""
 
     number: int
     since: int
@@ -331,8 +331,8 @@ class CaptureStore:
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        """Return the captured positions [T], ascending from `first`, and their rows [T, W]: of op `op` or, if None, of
-        all ops at the point except probes and self-checks.
+        """Return the captured positions [T], ascending from `first`, and their rows [T, W], for op `op` or, if None,
+        for all ops at the point except probes and self-checks.
 
         If an op captured a position twice (after preemption), its first row wins, or its last with `keeps_last`;
         between two ops, the later op wins. Raises `MissingSource` for a run that is not kept.

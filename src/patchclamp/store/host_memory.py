@@ -244,7 +244,7 @@ class PinnedSlabs:
             self.give_up(slab)
 
     def give_up(self, slab: Slab) -> None:
-        """Remove a slab that may still be read from the pool. Its memory is freed with its last reference."""
+        """Discard a slab that may still have readers; its memory is freed with the last reference."""
         self.bytes -= slab.size
 
     def close(self) -> None:

@@ -154,7 +154,7 @@ def cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
-    """Return the index of the first row with an infinity, for float16 rows on the host; None for other dtypes."""
+    """Return the index of the first row with an infinity, or None. Checks only float16 rows, on the host."""
     if str(rows.dtype).removeprefix("torch.") != "float16":
         return None
     bits = np.ascontiguousarray(rows).view(np.uint16)

@@ -48,7 +48,7 @@ class TracedLM(ProvedLM):
         stream: run when the trace is iterated, after the block: `for part in t`
         Other arguments are as in `run`; an unknown name raises `UnknownName` and suggests a replacement.
 
-        A line that no program can express raises at once. The block's end raises a run's error, and names the line.
+        A line that no program can express raises at once. A run's error is raised with its line at the block's end.
         """
         from patchclamp.trace.trace import Trace
 

@@ -40,7 +40,7 @@ KNOWN = ("save", "shape", *READS)
 
 
 class Arithmetic:
-    """Base of traced values: `+`, `-`, and `*` and `/` by numbers. Other operations raise errors with a fix."""
+    """Base of traced values: they support `+`, `-`, and `*` and `/` by numbers; other operations raise."""
 
     def expression(self) -> Expression:
         raise NotImplementedError

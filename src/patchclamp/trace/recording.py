@@ -173,7 +173,7 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 def _is_part(keys: list[Any]) -> bool:
-    """True if brackets on a site with heads, neurons or experts index those, alone or after the tokens."""
+    """True if brackets on a site with heads, neurons or experts index these parts, alone or after the tokens."""
     return len(keys) > 1 or (len(keys) == 1 and not isinstance(keys[0], (Selection, str)))
 
 
