@@ -30,7 +30,7 @@ LONGEST_LABEL = 14  # characters
 class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """Attention maps [G, Q, K] with `names`, from the tokens at positions `queries` to all `tokens`.
 
-    signed: True for values on both sides of 0, shown in two colours; False for values from 0
+    signed: True for values of both signs, shown in two colours; False for values of at least 0
     """
 
     title: str
@@ -44,13 +44,13 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def _scale(self) -> tuple[tuple[str, ...], float, float]:
-        """The colours, and the lower and upper limit of their scale."""
+        """The colours of the scale, and its lower and upper limit."""
         high = float(np.abs(self.maps).max(initial=0.0)) or 1.0
         return (DIVERGING, -high, high) if self.signed else (SEQUENTIAL, 0.0, high)
 
     @property
     def _grid(self) -> tuple[int, int, int]:
-        """The numbers of panels, columns and rows, chosen for the fewest empty cells, then for a ratio near 3:2."""
+        """The numbers of panels, columns and rows, with the fewest empty cells, then an aspect ratio near 3:2."""
         count = min(len(self.names), MAX_PANELS)
         across = min(range(min(count, 3), 9), key=lambda n: (-count % n, abs(n - math.sqrt(1.5 * count))))
         return count, across, math.ceil(count / across)

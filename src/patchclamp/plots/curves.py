@@ -1,4 +1,4 @@
-"""`Curves`: lines over one quantity, each with its spread, in one or more charts.
+"""`Curves`: line charts on a shared x axis, with an optional band per line.
 
 A logarithmic axis may include 0, which is set apart on the left. A line has N points.
 """
@@ -30,7 +30,7 @@ CHART = (4.6, 2.7)  # inches
 
 
 class Curve(msgspec.Struct, frozen=True, eq=False):
-    """A line: `y` [N], NaN for missing values, at ascending `x` [N]. `low` and `high` [N]: its spread, if known."""
+    """A line: `y` [N], NaN for missing values, at ascending `x` [N]. `low` and `high` [N]: an optional band."""
 
     label: str
     x: np.ndarray
@@ -48,7 +48,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
             raise ProgramError("expected x in ascending order", self.label)
 
     def text(self, n: int) -> str:
-        """Return a value and its spread: `0.52 (0.41 to 0.60)`."""
+        """Return the value at index `n` and the band's limits as text: `0.52 (0.41 to 0.60)`."""
         if not np.isfinite(self.y[n]):
             return "–"
         text = number(float(self.y[n]))
@@ -57,7 +57,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
         return f"{text} ({number(float(self.low[n]))} to {number(float(self.high[n]))})"
 
     def band(self, x: Sequence[float]) -> tuple[list[float | None], list[float | None]]:
-        """Return the spread's outline for plotly to fill: one polygon per stretch without NaN, separated by None."""
+        """Return the band's outline for plotly to fill: one polygon per stretch without NaN, separated by None."""
         assert self.low is not None
         assert self.high is not None
         known = np.flatnonzero(np.isfinite(self.low) & np.isfinite(self.high))
@@ -70,7 +70,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
-    """Lines with one vertical axis. `y_range`: its limits, by default those of the lines; `note`: a sentence about the
+    """Lines on one vertical axis. `y_range`: its limits, by default fitted to the lines; `note`: a remark on the
     method; `level`: a value to mark with a dashed line; `x_label`: the label of a separate, linear horizontal axis."""
 
     title: str
@@ -113,7 +113,7 @@ class Chart(msgspec.Struct, frozen=True, eq=False):
 
 
 class Curves(msgspec.Struct, frozen=True, eq=False):
-    """Charts that share a horizontal axis, except those with one of their own, and notes below them."""
+    """Charts on a shared horizontal axis (a chart with an `x_label` has a separate axis), and notes below them."""
 
     title: str
     x_label: str
@@ -134,14 +134,14 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return sorted({float(x) for chart in self.charts if not chart.x_label for line in chart.lines for x in line.x})
 
     def axis_of(self, chart: Chart) -> Curves:
-        """Return the curves that share a chart's horizontal axis: these, or the chart alone if it has its own axis."""
+        """Return the `Curves` on a chart's horizontal axis: this one, or only the chart if its axis is separate."""
         if not chart.x_label:
             return self
         own = msgspec.structs.replace(chart, x_label="")
         return msgspec.structs.replace(self, charts=(own,), x_label=chart.x_label, x_log=False)
 
     def place(self, x: float) -> float:
-        """Return the coordinate of a number on the horizontal axis."""
+        """Return the coordinate of an x value on the horizontal axis."""
         if not self.x_log or x > 0:
             return math.log10(x) if self.x_log else x
         positive = [math.log10(number) for number in self.numbers if number > 0]
@@ -159,7 +159,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return (self.place(0.0) + self.place(positive[0])) / 2
 
     def ticks(self, most: int = 12) -> list[tuple[float, str]]:
-        """Return the horizontal ticks (coordinate, label): all x values or, if too many, some of them or round ones."""
+        """Return the horizontal ticks (coordinate, label): all x values or, if too many, a subset or round numbers."""
         numbers = self.numbers
         if len(numbers) > most and self.x_log:
             every = math.ceil(len(numbers) / most)
@@ -170,7 +170,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
         return [(self.place(x), tick(x)) for x in numbers]
 
     def draw(self) -> Figure:
-        """Draw the charts side by side, two in a row."""
+        """Draw the charts side by side, two per row."""
         across = min(len(self.charts), 2)
         down = math.ceil(len(self.charts) / across)
         notes = [f"{chart.title}: {chart.note}" for chart in self.charts if chart.note]
@@ -221,7 +221,7 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
             axes.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=LABEL)
 
     def figure(self) -> Interactive:
-        """Return a plotly figure of the charts, one below the other, with each value and its spread on hover."""
+        """Return a plotly figure of the charts, stacked vertically, with each value and its band on hover."""
         graphs, subplots = style.need("plotly.graph_objects"), style.need("plotly.subplots")
         titles = [style.html_text(chart.title) for chart in self.charts]
         figure = subplots.make_subplots(len(titles), 1, subplot_titles=titles,

@@ -1,7 +1,7 @@
 """`Heatmap`: a grid of metric values from any study, compared with a baseline run, as a picture and as a page.
 
 White is no effect; blue is towards the clean run's value, orange towards the corrupt one's. Dots, or grey numbers, mark
-effects within the noise floor; an outline marks the best cell, and hatching cells that were not run.
+effects within the noise floor; an outline marks the best cell, and hatching marks cells that were not run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Panel(msgspec.Struct, frozen=True, eq=False):
 
 
 class HeatmapColumn(msgspec.Struct, frozen=True):
-    """A column of all panels, with its label and its positions in both prompts."""
+    """A column shared by all panels, with its label and its positions in both prompts."""
 
     label: str
     clean: tuple[int, ...]
@@ -75,7 +75,7 @@ class HeatmapColumn(msgspec.Struct, frozen=True):
 
     @property
     def positions(self) -> str:
-        """The clean and corrupt positions, `3 → 4`, or those of a single prompt."""
+        """The clean and corrupt positions, as in `3 → 4`, or the positions in a single prompt."""
         return " → ".join(style.positions(of) for of in (self.clean, self.corrupt) if of)
 
 
@@ -142,7 +142,7 @@ class HeatmapCell(msgspec.Struct, frozen=True):
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A cell's effect, with the ends of its interval."""
+    """A cell's effect, with the bounds of its confidence interval."""
 
     name: str
     effect: float
@@ -206,7 +206,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def intervals(self) -> list[Interval]:
-        """The effects of the best cells with 95 % intervals, best first; empty for a study without intervals."""
+        """The best cells' effects with 95 % confidence intervals, best first; empty if the study has no intervals."""
         found = []
         for spot in self.ranked(BEST):
             of = {name: float(values[spot.row, spot.column]) for name, values in self.panels[spot.panel].details}

@@ -56,7 +56,7 @@ _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def visible(token: str) -> str:
-    """Show a token's line breaks, outer spaces, invisible and direction-changing characters as visible ones."""
+    """Replace a token's line breaks, outer spaces, and invisible or direction-changing characters by visible ones."""
     return re.sub(r"^ | $| (?= )|(?<= ) ", "␣", plain(token)) or "∅"
 
 
@@ -94,7 +94,7 @@ def signed(value: float) -> str:
 
 
 def percent(part: float | None) -> str:
-    """Format a share, with one decimal if it is small."""
+    """Format a fraction as a percentage, with one decimal below 10 %; None as a dash."""
     if part is None:
         return "–"
     return f"{100 * part:.{int(0 < abs(part) < 0.0995)}f} %".replace("-", "−")

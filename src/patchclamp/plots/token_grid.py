@@ -1,4 +1,4 @@
-"""`TokenGrid`: panels of cells, each with a colour and a text: predictions of layers, or contributions of heads.
+"""`TokenGrid`: panels of cells, each with a colour and a text: layers' predictions or heads' contributions.
 
 R rows, the first at the bottom · C columns
 """
@@ -41,7 +41,7 @@ class Shades(msgspec.Struct, frozen=True):
 
 
 class GridPanel(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """A panel: `values` [R, C] as colours, NaN for none; `texts` [R][C] in the cells; `notes` [R][C] shown on hover.
+    """A panel: `values` [R, C] set colours (NaN: none), `texts` [R][C] fill cells, `notes` [R][C] show on hover.
 
     name: name of the values · row_name, column_name: names of the axes
     centre: the value shown in white, between two hues; None for a scale of one hue, dark at its `strong` end

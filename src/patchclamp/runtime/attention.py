@@ -1,7 +1,7 @@
 """Attention that programs read and edit, computed from a step's queries and the engine's cached keys and values.
 
 Reads are computed at the end of a step. Edits act in a layer right after its attention, for all requests at once: they
-replace the results of the queries that they change with results computed from the edited pattern.
+recompute the outputs of the affected queries from the edited pattern.
 
 B requests · N queries each · T key positions · H query heads · K key/value heads · G query heads per key/value head
 E head size · M rows of all requests
@@ -34,24 +34,24 @@ class Keys(Protocol):
         ...
 
     def width(self, point: int) -> int:
-        """Return the number of elements in the keys of one position."""
+        """Return the number of elements in one position's keys, K × E."""
         ...
 
     def scores(
         self, point: int, slots: list[int], query_BNHE: torch.Tensor, position_BN: torch.Tensor, first: int,
         heads: int, count: int,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the scores of queries over their requests' first `count` positions (`kernels.attention.scores`)."""
+        """Return the scores of queries against their requests' first `count` keys (`kernels.attention.scores`)."""
         ...
 
     def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
-        """Return the values of the requests' first `count` positions, [B, T, K, E]; arbitrary where no query of the
-        step sees them."""
+        """Return the values of the requests' first `count` positions, [B, T, K, E]; positions that no query of the step
+        attends to have arbitrary values."""
         ...
 
 
 class Queries(NamedTuple):
-    """A region's rows: the point, and for each consecutive range the request's slot, first position and row count."""
+    """Query rows of one capture region. slot, begin, count: each range's request slot, first position and length."""
 
     point: int
     slot: np.ndarray
@@ -73,8 +73,8 @@ class AttentionReading:
         self.numbers: int = reader.heads * (2 * top or reader.keys)
 
     def read(self, rows_NW: torch.Tensor, of: Queries, keys: Keys, heads: int, edits: Edits) -> torch.Tensor:
-        """Return the attention rows of queries, [N, numbers]: each head's row, or its largest values and then their key
-        positions, as int32 bits. Patterns include their program's edits."""
+        """Return the attention rows of queries, [N, numbers]. Each head has its full row, or its largest values
+        followed by their key positions (int32 bits). Patterns include the program's own edits."""
         query_NHE, facts = rows_NW.view(len(rows_NW), heads, -1), keys.facts(of.point)
         found = rows_NW.new_zeros((len(rows_NW), self.numbers), dtype=torch.float32)
         first = np.cumsum(of.count) - of.count
@@ -97,7 +97,7 @@ class AttentionReading:
         return found
 
     def _batches(self, of: Queries, width: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return batches, as ranges and their rows: either many requests with one row each, or one request's rows."""
+        """Return batches as (ranges, row offsets within each): many one-row ranges, or rows of one longer range."""
         batches = list[tuple[np.ndarray, np.ndarray]]()
         single = np.flatnonzero(of.count == 1)
         if len(single):
@@ -140,9 +140,9 @@ class EditedAttention(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Requests with equally many edited queries. `which`: the requests' indices in a layer's call.
+    """Requests with the same number of edited queries. `which`: the requests' indices in a layer's call.
 
-    rows_BN, position_BN: the queries' indices among the rows, and their positions, on the host
+    rows_BN, position_BN: the queries' row indices and positions, on the host
     index_BN, end_BN: the same on the device
     begin_B: each request's first position in this step
     first, heads: the heads to compute
@@ -160,8 +160,8 @@ class _Batch(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Checks of a batch's results. finite_BN, blind_BN: masks of finite results, and of queries that see no or too few
-    keys. size_B, error_B: the norms of each request's last unedited result, and of the recomputed result's error."""
+    """Checks of a batch. finite_BN, blind_BN: masks of queries with finite results, and of queries that see too few
+    keys. size_B, error_B: the norms of the engine's output and of its recomputation error, at each last query."""
 
     edited: list[EditedAttention]
     position_BN: np.ndarray
@@ -173,8 +173,8 @@ class _Checked(NamedTuple):
 
 
 class AttentionEdits:
-    """Edits the attention of a step, one layer at a time: stores a layer's queries, and edits its attention results
-    once they are computed. Does not wait for the device before `failures`."""
+    """Edits the attention of a step, one layer at a time: stores a layer's queries, and edits its attention outputs
+    once they are computed. Only `failures` waits for the device."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -191,11 +191,11 @@ class AttentionEdits:
         self, edited: Sequence[EditedAttention], rows_MZ: torch.Tensor, position_M: np.ndarray, count_B: np.ndarray,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Return a layer's attention results, with edited rows recomputed from their pattern. Rows that fail a check do
-        not change.
+        """Return a layer's attention outputs, with edited rows recomputed from the edited pattern. Rows that fail a
+        check keep the engine's output.
 
         position_M, count_B: the positions of all rows, and the number of rows per request
-        dtype: the type in which results must be finite
+        dtype: the type in which outputs must be finite
         """
         try:
             query_MHE = self._queries.pop(edited[0].point)
@@ -259,9 +259,9 @@ class AttentionEdits:
         self._checked.append(_Checked(edited_B, batch.position_BN, finite_BN, blind_BN, size_B, error_B, max_error))
 
     def failures(self) -> Iterator[tuple[EditedAttention, PatchclampError | None]]:
-        """End the step. Wait for its checks, and yield each edit that failed a check, with the error: `TokensError` if
-        a query sees no key or not all keys of a new row, `UnsupportedSite` if pattern times values is not the engine's
-        result, None if a result is not finite."""
+        """End the step: wait for its checks, and yield each edit that failed, with its error. `TokensError`: a query
+        sees no key, or not all keys of its replacement row. `UnsupportedSite`: pattern × values differs from the
+        engine's output. None: an output is not finite."""
         yield from self._failed
         checked, self._checked, self._failed = self._checked, [], []
         self._queries.clear()
@@ -289,8 +289,8 @@ class AttentionEdits:
 
 
 class _Call(NamedTuple):
-    """A layer's edits of B requests, the positions of all rows, each request's number of rows, and the number of query
-    heads per key/value head."""
+    """One layer's edits of B requests. position_M: the positions of all rows; count_B: the number of rows per request;
+    group: the number of query heads per key/value head."""
 
     edits_B: Sequence[Sequence[PatternEdit]]
     position_M: np.ndarray
@@ -320,7 +320,7 @@ def _batches(call: _Call, heads: int, width: int, device: torch.device) -> Itera
 
 
 def _batch(call: _Call, which: list[int], rows_BN: np.ndarray, device: torch.device) -> _Batch:
-    """Return a batch of the requests `which` of a call, with the given rows of each."""
+    """Build the batch of the requests `which` of a call, from the given rows of each request."""
     own, position_BN = [call.edits_B[b] for b in which], call.position_M[rows_BN]
     first = min(edit.first for edits in own for edit in edits) // call.group * call.group
     end = max(edit.end for edits in own for edit in edits)
@@ -332,6 +332,6 @@ def _batch(call: _Call, which: list[int], rows_BN: np.ndarray, device: torch.dev
 
 
 def _results(pattern_BNHT: torch.Tensor, value_BTKE: torch.Tensor) -> torch.Tensor:
-    """Return attention results, [B, N, H, E]."""
+    """Return attention outputs, pattern × values, [B, N, H, E]."""
     groups_BNKGT = pattern_BNHT.unflatten(2, (value_BTKE.shape[2], -1))
     return torch.einsum("bnkgt,btke->bnkge", groups_BNKGT, value_BTKE).flatten(2, 3)

@@ -36,7 +36,7 @@ def checked() -> bool:
 
 
 def addresses(value: Any, path: str, device: str = "cuda") -> dict[str, int]:
-    """Return the addresses of all tensors on a type of device within a value, by path: `args[0]`,
+    """Return the addresses of all tensors on devices of type `device` that are nested in a value, by path: `args[0]`,
     `attn_metadata['model.layers.0'].block_table`. Empty tensors have no address and are omitted."""
     return dict(_walk(value, path, device, 0))
 
@@ -51,7 +51,7 @@ def _walk(value: Any, path: str, device: str, depth: int) -> Iterator[tuple[str,
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a value's parts, each with its path suffix."""
+    """Yield the items or fields of a value, each with its path suffix."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", inner) for key, inner in value.items())
     elif isinstance(value, (list, tuple)):
@@ -64,7 +64,7 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) -> None:
-    """Raise `AddressMoved`, with the tensors' paths, if a graph reads addresses that the step has not filled."""
+    """Raise `AddressMoved`, with the tensors' paths, if a graph's recorded addresses differ from the step's."""
     if recorded == filled:
         return
     kinds = {
@@ -73,7 +73,7 @@ def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) 
         "changed": [path for path, address in filled.items() if recorded.get(path, address) != address],
     }
     changes = "; ".join(f"{kind}: {', '.join(sorted(paths))}" for kind, paths in kinds.items() if paths)
-    raise AddressMoved(f"the CUDA graph of {graph} reads different memory than this step filled. {changes}")
+    raise AddressMoved(f"the CUDA graph of {graph} reads memory that this step did not fill. {changes}")
 
 
 PATIENCE = 12  # replays for the same points before a copy is made, which costs about as much as 12 replays save
@@ -96,7 +96,7 @@ class Recorded:
         self.cut: int = 0  # copies made
 
     def use(self, active: np.ndarray) -> None:
-        """Set the points that steps need from now on, bool [P]."""
+        """Set the mask of points that later steps need, bool [P]."""
         self.active, self.key = active, active.tobytes()
 
     def note(self, point: int) -> None:
@@ -120,7 +120,7 @@ class Recorded:
         self._taps = {}
 
     def keep(self, copy: _Copy) -> None:
-        """Add a copy. Beyond `MAX_NODES`, drop the least recently chosen copies; each is freed once it is idle."""
+        """Add a copy. Above `MAX_NODES` in total, evict the least recently used copies; each is freed once idle."""
         self._copies[copy] = None
         self.cut += 1
         while sum(other.nodes for other in self._copies) > MAX_NODES and len(self._copies) > 1:
@@ -159,7 +159,7 @@ class _Copy:
 
 
 class TappedGraph:
-    """A recorded graph that replays itself, or a copy without the taps that the current step does not need."""
+    """A recorded graph. Replays itself, or a copy that has only the taps that the current step needs."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, taps: list[tuple[Any, int]], recorded: Recorded) -> None:
         self._graph, self._taps, self._recorded = graph, taps, recorded
@@ -208,7 +208,7 @@ class TappedGraph:
             self._recorded.chosen(self._copy)
 
     def _count_and_cut(self) -> None:
-        """Count a replay of the whole graph. Make a copy after `PATIENCE` replays for the same points."""
+        """Count a replay of the whole graph. After `PATIENCE` replays for the same points, make a reduced copy."""
         if len(self._replays) > MAX_COUNTED:
             self._replays.clear()
         self._replays[self._points] += 1
@@ -251,7 +251,7 @@ def _take_out(graph: Any, node: Any) -> None:
 
 
 def _join(graph: Any, earlier: Any, later: Any, edge: Any) -> None:
-    """Add an edge of the given type (which may let a kernel start early), or a plain edge if CUDA rejects it."""
+    """Add an edge with the given edge data (such as a programmatic launch), or a plain edge if CUDA rejects it."""
     try:
         _done("cudaGraphAddDependencies", graph, [earlier], [later], [edge], 1)
     except RuntimeError:

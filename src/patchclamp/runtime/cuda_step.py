@@ -7,7 +7,7 @@ nothing is copied, except a new base when the capture ring wraps around.
 
 `Drain`: captured rows go from a ring on the device, over a side stream, into pinned memory that the store keeps. The
 engine's thread only queues work. Before part of the ring is reused, the compute stream waits until its bytes have
-been copied. Beyond `pinned_bytes`, worker threads move the oldest slabs to ordinary memory. If they fall behind, the
+been copied. Beyond `pinned_bytes`, worker threads move the oldest slabs to pageable memory. If they fall behind, the
 engine waits for them, so memory stays bounded and nothing is lost.
 
 `CudaStep`: a step's captures are allocated in the ring when it begins, and the tables hold their offset. Steps that
@@ -50,14 +50,14 @@ MIN_STAGING_WORDS = 1 << 14  # initial words of a staging buffer
 
 
 class _Staging:
-    """A pinned staging buffer. `done` is the event after the device has read it."""
+    """A pinned staging buffer. `done`: the event recorded after the device has read the buffer."""
 
     def __init__(self, words: int) -> None:
         self.done, self.pinned = torch.cuda.Event(), _pinned(words)
         self.words = self.pinned.numpy()
 
     def room(self, words: int) -> None:
-        """Grow the buffer to hold `words` words. The device must be done reading it."""
+        """Grow the buffer to hold `words` words. The device must have finished reading it."""
         if words > len(self.words):
             self.pinned = _pinned(1 << (words - 1).bit_length())
             self.words = self.pinned.numpy()
@@ -139,14 +139,14 @@ class CudaTables:
         return self._words.nbytes + self.quantiles.nbytes + self.gates_of_row.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
-        """Return the (slot, point) pairs with non-finite edits, in steps whose results have arrived."""
+        """Return the (slot, point) pairs of non-finite edits that the device has reported so far."""
         slots = np.flatnonzero(self._failures)
         slots = slots[self._failures[slots] >> 32 == self.table.generation[slots]]
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
 
     def load(self, plan: StepPlan, batch: Batch, begin: int | None, stride: int = 0) -> None:
-        """Write a step's plan to the tables. Its captures start at byte `begin`, or are allocated by each tap (None).
-        In each further step of one token per request with the same plan, captures start `stride` bytes later."""
+        """Write a step's plan to the tables. `begin`: first byte of the captures; if None, each tap allocates its own.
+        `stride`: bytes between the captures of successive decode steps that reuse the plan."""
         slot, origin = plan.tokens.slot, []
         if stride:
             first = np.zeros(batch.rows, np.int32)
@@ -172,21 +172,21 @@ class CudaTables:
             self._latches.masked_fill_(self._latches >= self._since, NEVER)
 
     def _ranks(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
-        """Return the sampled rows' ranks if they may have changed: they are 0 except with draft tokens."""
+        """Return a segment of the sampled rows' ranks if they may have changed. Without draft tokens all are 0."""
         if batch.samples is None and not self._ranked:
             return []
         self._ranked, rank = batch.samples is not None, batch.sampled_ranks.astype(np.int32)
         return [(self._at["rank_of_sample"], np.pad(rank, (0, self.rank_of_sample.shape[0] - len(rank))))]
 
     def _unsettled(self, batch: Batch) -> list[tuple[int, np.ndarray]]:
-        """Return the positions from which latches are cleared, if rejected draft tokens may have set latches."""
+        """Return a segment of the positions from which to clear latches, if rejected draft tokens may have set any."""
         if not self.table.deciding:
             return []
         since = self.table.unsettled(batch.slot, batch.position, batch.samples)
         return [(self._at["since"], since)] if (since[1:] < NEVER).any() else []
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
-        """Shift later steps' captures as if the planned step's captures started at byte `begin`."""
+        """Rewrite the capture bases as if the planned step's captures started at byte `begin`."""
         self._send(self._targets(plan, begin)[1:])
         self.copies, self.rebased = self.copies - 1, self.rebased + 1
 
@@ -203,7 +203,7 @@ class CudaTables:
         return segments + [(self._at["records"] + a * size, words[a * size : b * size]) for a, b in _merged(records)]
 
     def _targets(self, plan: StepPlan, begin: int | None) -> list[tuple[int, np.ndarray]]:
-        """Return capture ranges' offsets and regions' bases, each from the lowest index in use to the highest."""
+        """Return segments with the capture ranges' offsets and the regions' bases, by number; gaps are 0."""
         if not plan.size:
             return []
         low, offset = _by_number(plan.layout.range_number, plan.offset, np.int32)
@@ -212,7 +212,7 @@ class CudaTables:
         return [(self._at["offset"] + low, offset), (self._at["base"] + 2 * lowest, base.view(np.int32))]
 
     def _send(self, segments: list[tuple[int, np.ndarray]]) -> None:
-        """Copy segments to the device. A segment: the index of its first word in the tables, and its words."""
+        """Copy segments to the device. A segment is the index of its first word in the tables, and its words."""
         chunks = sum(-(-len(words) // CHUNK) for _, words in segments)
         if not chunks:
             return
@@ -235,7 +235,7 @@ class CudaTables:
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return spans begin … end − 1, ascending, with adjacent spans merged."""
+    """Sort spans begin … end − 1, and merge adjacent and overlapping spans."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -258,7 +258,7 @@ def _pinned(words: int) -> torch.Tensor:
 
 SEND_BYTES = 1 << 26  # bytes of one copy: 1.2 ms of transfer, against at most 0.3 ms of host time
 SLABS_CHECKED = 8  # slabs that are checked for reuse whenever one is full
-MAX_SPILLS = 4  # concurrent moves of slabs to ordinary memory before the engine waits
+MAX_SPILLS = 4  # concurrent moves of slabs to pageable memory before the engine waits
 
 
 # a uint8 tensor, and the memory's offset in it (a view would cost as much as the rest of `allocate`); the block that
@@ -267,10 +267,10 @@ Allocation = tuple[torch.Tensor, int, HostBlock, int]
 
 
 class _FilledSlab:
-    """A slab, its blocks, and the event after its last copy from the device.
+    """A slab, its blocks, and the event recorded after the last copy into it.
 
     data: the slab's bytes while it is being filled, then None. Blocks and their views reference this tensor's memory
-        object, so the slab is unread once the object is freed
+        object, so the slab has no readers once that object is freed
     """
 
     def __init__(self, slab: Slab) -> None:
@@ -316,7 +316,7 @@ class Drain:
         self._next_checked = 0  # index of the next slab to check for reuse
         self._spills: collections.deque[tuple[Future[None], _FilledSlab]] = collections.deque()
         self._workers = ThreadPoolExecutor(4, thread_name_prefix="patchclamp-spill")
-        self.bytes = self.spilled = 0  # bytes copied, slabs moved to ordinary memory
+        self.bytes = self.spilled = 0  # bytes copied, slabs moved to pageable memory
 
     @property
     def device_bytes(self) -> int:
@@ -366,7 +366,7 @@ class Drain:
         self._clear = clear
 
     def _next_copy_bytes(self, size: int) -> int:
-        """Return the next copy's target size: the rest of the slab if `size` fits and it is less than a full copy."""
+        """Return the next copy's target size: a full copy, or the rest of the slab if smaller but at least `size`."""
         unused = self._filled[-1].slab.size - self._filled[-1].slab.used if self._filled else 0
         return unused if size <= unused < self._copy_bytes else self._copy_bytes
 
@@ -407,7 +407,7 @@ class Drain:
         return any(sent_begin < end and begin < sent_end for sent_begin, sent_end, _ in self._sent)
 
     def _allocate_beside_ring(self, size: int) -> Allocation:
-        """Allocate separate memory for more bytes than the ring holds."""
+        """Allocate device memory outside the ring, for a capture larger than the ring."""
         try:
             data = self.ring.new_empty(size)
         except torch.OutOfMemoryError:
@@ -420,7 +420,7 @@ class Drain:
         return data, 0, block, 0
 
     def _copy(self, source: torch.Tensor, block: HostBlock) -> torch.cuda.Event:
-        """Queue a copy to pinned memory for the block, after the compute stream's work; return the copy's event."""
+        """Queue a copy into pinned memory for `block`, after the compute stream's work; return the copy's event."""
         size = source.numel()
         filled = self._slab_for(size)
         slab, data = filled.slab, filled.data
@@ -468,7 +468,7 @@ class Drain:
         self.spilled += 1
 
     def _give_back(self, checked: int) -> None:
-        """Check the next `checked` slabs in rotation, and release slabs that are no longer read or written."""
+        """Check the next `checked` slabs in rotation, and return unused ones to the pool."""
         for _ in range(min(checked, len(self._filled))):
             self._next_checked %= len(self._filled)
             filled = self._filled[self._next_checked]
@@ -481,7 +481,7 @@ class Drain:
 
 
 def _spill(filled: _FilledSlab) -> None:
-    """Move a slab's blocks that are still referenced to ordinary memory."""
+    """Move the slab's blocks that are still referenced to pageable memory."""
     if filled.last_copied is not None:
         filled.last_copied.synchronize()
     with torch.inference_mode():
@@ -496,7 +496,7 @@ class CudaStep:
     """Executes steps of at most `rows` rows and `samples` sampled rows.
 
     positions, tokens: the engine's tensors of row positions and token ids, [R]
-    kept_bytes: the maximum bytes captured in a step with a graph; also bounded by half the ring
+    kept_bytes: the maximum bytes that a step with a graph may capture; at most half of the ring is used
     ring_bytes: the size of the device ring for captures in transit to the host
     pinned_bytes: the maximum bytes of captures in pinned host memory
     """
@@ -526,17 +526,17 @@ class CudaStep:
         self._tapped: set[int] = set()  # points with such parts
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this class that graphs read and write, by name."""
+        """Return the executor's tensors that graphs read or write, by name."""
         return {"ring": self.drain.ring, **self.tables.buffers()}
 
     @property
     def memory(self) -> dict[str, int]:
-        """Device memory in bytes, by purpose, without the bank."""
+        """Device memory in bytes by purpose, excluding the bank."""
         return {"captures in transit (ring)": self.drain.device_bytes, "tables": self.tables.bytes}
 
     @property
     def bytes(self) -> int:
-        """Device memory in bytes, without the bank."""
+        """Device memory in bytes, excluding the bank."""
         return sum(self.memory.values())
 
     def open_captures(self) -> None:
@@ -562,12 +562,12 @@ class CudaStep:
         self._begin = begin or 0
 
     def _bytes_upfront(self, plan: StepPlan) -> int:
-        """Return the bytes of captures to allocate upfront: all if they fit, else all but sampled rows, else none."""
+        """Return the capture bytes to allocate upfront: all if they fit, else all except sampled rows, else 0."""
         sizes = plan.size, plan.size - plan.sampled_size
         return next((size for size in sizes if size + plan.scratch <= self.max_graph_bytes), 0)
 
     def _zero(self, plan: StepPlan) -> int:
-        """Return the buffer's origin in the ring, even if the sampled rows at its start are not allocated."""
+        """Return the ring offset of the step's buffer as if the sampled rows at its start were always allocated."""
         return self._first_byte - (plan.size - self._upfront_bytes)
 
     def apply(
@@ -594,8 +594,8 @@ class CudaStep:
         return bad
 
     def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int, int] | None:
-        """Allocate memory for a point's captures. Return the tensor, the first byte in it, and that byte's offset in
-        the step's buffer; None without captures."""
+        """Allocate memory for a point's captures. Return the tensor, the index of the first byte, and that byte's
+        offset in the step's buffer; None without captures."""
         part = plan.by_tap[1].get(point)
         if part is None:
             return None
@@ -608,7 +608,7 @@ class CudaStep:
         return memory, first_byte, begin
 
     def _reduce_upfront(self, plan: StepPlan) -> None:
-        """Reduce the rows stored after the upfront allocation, and reclaim their memory."""
+        """Pool or encode the rows stored after the upfront captures, and reclaim those rows' memory."""
         if self._scratch:
             ring, zero = self.drain.ring, self._zero(plan)
             for begin, data in self._results(plan, range(len(plan.reduced)), plan.base, ring, zero):
@@ -617,7 +617,7 @@ class CudaStep:
             self._scratch = 0
 
     def _reduce_part(self, plan: StepPlan, point: int, memory: torch.Tensor, first_byte: int, zero: int) -> None:
-        """Reduce a point's rows in the memory that its tap allocated, reclaim that memory, and keep the results."""
+        """Pool or encode a point's rows in the memory that its tap allocated, reclaim it, and keep the results."""
         numbers = [i for i, (region, *_) in enumerate(plan.reduced) if plan.layout.point[region] == point]
         base, (_, middle, end) = plan.by_tap[0], plan.by_tap[1][point]
         results = self._results(plan, numbers, base, memory, first_byte - zero)
@@ -630,8 +630,8 @@ class CudaStep:
     def _results(
         self, plan: StepPlan, numbers: Iterable[int], base: np.ndarray, memory: torch.Tensor, zero: int
     ) -> list[tuple[int, torch.Tensor]]:
-        """Return the offset in the step's buffer and the bytes of each result of `plan.reduced`, by index. The rows are
-        in `memory`, at offset `base` from byte `zero`."""
+        """Compute the results of `plan.reduced` at the indices `numbers`; return each result's offset in the step's
+        buffer, and its bytes. A region's rows start at byte `zero + base[region]` of `memory`."""
         results = []
         for number in numbers:
             region = plan.reduced[number][0]
@@ -647,8 +647,8 @@ class CudaStep:
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, memory: torch.Tensor, begin: int,
         sampled: bool,
     ) -> np.ndarray | None:  # fmt: skip
-        """Launch the kernel up to each request's next code, run the code, and repeat until none is left. Edits of
-        attention precede other code, and run for all requests at once."""
+        """Launch the kernel up to each request's next code call, run these calls, and repeat until no call is left.
+        Attention edits precede other code, and run for all requests at once."""
         edits, calls = (self._attention_edits(point), self._calls(point)) if self._plan is not None else (None, [])
         arguments = (self.tables, point, hidden_RW, residual_RW, memory, begin, sampled)
         if edits is None and not calls:
@@ -665,8 +665,8 @@ class CudaStep:
         return np.array(bad, np.int64)
 
     def _attention_edits(self, point: int) -> tuple[list[int], np.ndarray, np.ndarray] | None:
-        """Return the attention edits at a point, by number, with the positions and the batch indices of all their rows;
-        None without any."""
+        """Return the numbers of the attention edits that act at a point, and the positions and batch indices of all
+        their rows; None if no edit acts."""
         table, batch = self.tables.table, self._batch
         first = table.first[batch.slot, point]
         some = np.flatnonzero(first < table.first[batch.slot, point + 1])
@@ -683,8 +683,8 @@ class CudaStep:
         return records["value"][acts].tolist(), position_M, np.repeat(some, count)
 
     def _calls(self, point: int) -> list[list[tuple[int, np.ndarray]]]:
-        """Return the code calls at a point: first every request's first call, then every request's second, and so on. A
-        call is the request's index in the batch and the call's record, preceded by its `MATCH` record if it has one."""
+        """Return the code calls at a point: each request's first call, then each request's second call, and so on. A
+        call has the request's index in the batch, and its record, preceded by its `MATCH` record if it has one."""
         assert self._plan is not None
         table, phases = self.tables.table, []
         first = self._batch.position + self._steps
@@ -722,7 +722,7 @@ class CudaStep:
         self, point: int, n: int, records: np.ndarray, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None,
         sampled: bool,
     ) -> list[int]:  # fmt: skip
-        """Run a request's code on its rows. Non-finite results are not written; returns the slot if there are any."""
+        """Run a request's code on its rows. Rows with non-finite results are not written; returns the slot if any."""
         assert self._plan is not None
         assert self.code is not None
         batch, record = self._batch, named(records[-1:], APPLY)[0]
@@ -761,7 +761,7 @@ class CudaStep:
             point not in self._tapped and (upfront is None or self.tables.table.sampled[point])
             for point in plan.by_tap[1]
         ):
-            raise ModelError("some rows to capture never reached their taps")
+            raise ModelError("some taps with captures did not run in this step")
         if upfront is not None:
             self._reduce_upfront(plan)
             if not begin:

@@ -1,4 +1,4 @@
-"""Attached SAEs on one worker's device: whole encoders, for `Features` and for edits that need whole rows.
+"""Attached SAEs on one worker's device: full encoders, for `Features` and for edits that need whole rows.
 
 N rows · D width · F features · O width of the output · K requested features
 """
@@ -32,8 +32,8 @@ def dtype_of_precision(precision: str, model: torch.dtype) -> torch.dtype:
 
 
 class DeviceSAE:
-    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Products are summed in fp32, and all arrays except
-    the matrices are fp32."""
+    """An SAE on a device: `SAE.encode` and `SAE.decode` in PyTorch. Matrix products accumulate in fp32. All arrays
+    except the matrices are fp32."""
 
     def __init__(self, sae: SAE, arrays: dict[str, torch.Tensor]) -> None:
         self.k: int | None = sae.k
@@ -53,7 +53,7 @@ class DeviceSAE:
         return rows.to(matrix.dtype).float() @ matrix.T.float()
 
     def moments(self, rows_ND: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor | float]:
-        """Return the offset that `normalize` subtracts from each row, and the row's divisor."""
+        """Return each row's offset and divisor under `normalize`, [N, 1] or constants."""
         if self.normalize == "none":
             return 0.0, 1.0
         if self.normalize == "layer_norm":
@@ -61,7 +61,7 @@ class DeviceSAE:
         return 0.0, rows_ND.square().mean(1, keepdim=True).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
 
     def encode(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Return the features of fp32 rows, [N, F]."""
+        """Return the feature activations of fp32 rows, [N, F]."""
         of, (mean, scale) = self._arrays, self.moments(rows_ND)
         if self.normalize != "none":
             rows_ND = (rows_ND - mean) / (scale + (EPSILON if self.normalize == "layer_norm" else 0.0))
@@ -74,7 +74,7 @@ class DeviceSAE:
         return (0 * values_NF).scatter_(1, best.indices, best.values)  # keeps NaN
 
     def decode(self, values_NF: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Return the SAE's output, [N, O], for the features of `rows_ND`."""
+        """Return the SAE's output, [N, O], from the feature activations of `rows_ND`."""
         of, (mean, scale) = self._arrays, self.moments(rows_ND)
         out_NO = (self._product(values_NF, of["decoder"].T) + of["decoder_bias"]) * scale + mean
         return out_NO + self._product(rows_ND, of["skip"]) if "skip" in of else out_NO
@@ -88,12 +88,12 @@ class DeviceSAE:
         return gates_NK @ self._arrays["decoder"][ids].float() * self.moments(rows_ND)[1]
 
     def edited(self, edit: Encoded, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Return the row that replaces h or, for an edit of features, the row added to h."""
+        """Return the rows that replace h or, if `edit` names features, the rows to add to h."""
         return self.changed(edit, rows_ND) if edit.ids else self.decode(self.encode(rows_ND), rows_ND)
 
 
 class Reading:
-    """Reads SAE features: each row's `top` largest, or the features with the reader's ids.
+    """Reads SAE features: each row's `top` largest, or the features whose ids the reader lists.
 
     number: the reading's index among the readings in use
     """
@@ -108,7 +108,7 @@ class Reading:
         self._ids = None if reader.ids is None else torch.tensor(reader.ids, device=device)
 
     def read(self, rows_NW: torch.Tensor) -> torch.Tensor:
-        """Return each row's feature values and then their ids, as int32 bits, [N, 2K]."""
+        """Return each row's feature values followed by their ids (int32 bits), [N, 2K]."""
         sae, found = self.sae, list[torch.Tensor]()
         for part_NW in rows_NW.split(min(MAX_ROWS, max(MAX_VALUES // sae.features, 1))):
             values_NF = sae.encode(part_NW[:, self._first : self._first + sae.width].float())
@@ -121,7 +121,7 @@ class Reading:
 
 
 class Dictionaries:
-    """One worker's SAEs, by name. `size` bytes are reserved for them; 0: they use free memory."""
+    """One worker's SAEs, by name. `size`: bytes reserved for them; if 0, each is allocated when attached."""
 
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self._device, self._size = device, size
@@ -175,18 +175,18 @@ class Dictionaries:
         return begin
 
     def detach(self, name: str) -> None:
-        """Free an SAE's memory, once no run uses it."""
+        """Remove an SAE. Its memory is freed once no run uses it."""
         self._of.pop(name, None)
 
     def of(self, name: str, content: str = "") -> DeviceSAE:
-        """Return the SAE with a name. Raises `MissingSource` if it was detached, or replaced by different content."""
+        """Return the SAE with a name. Raises `MissingSource` if it was detached or replaced by different content."""
         found = self._of.get(name)
         if found is None or content not in ("", found.content):
             raise MissingSource(f"the SAE {name!r} was detached")
         return found
 
     def reading(self, keep: Keep) -> Reading | AttentionReading:
-        """Return the reading of a capture's features or attention, shared by programs. Raises `MissingSource` for a
+        """Return the reading for a capture of features or attention; programs share it. Raises `MissingSource` for a
         detached SAE."""
         reader, known = keep.reader, self._readings.get((keep.reader, keep.top))
         sae = self.of(reader.name, reader.content) if isinstance(reader, FeatureReader) else None

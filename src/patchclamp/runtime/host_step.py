@@ -31,7 +31,7 @@ class Bank:
         self.data: torch.Tensor = torch.empty(numbers, dtype=torch.float32, device=device)
 
     def write(self, begin: int, neighbours: Sequence[torch.Tensor]) -> None:
-        """Write tensors of rows [n, W] back to back, from offset `begin`, asynchronously on the current stream."""
+        """Write row tensors [n, W] contiguously from offset `begin`, asynchronously on the current stream."""
         flat = [rows.reshape(-1) for rows in neighbours]
         numbers = flat[0] if len(flat) == 1 else torch.cat([rows.float() for rows in flat])
         if self.data.is_cuda and not numbers.is_cuda:
@@ -59,7 +59,7 @@ def reduced_rows(plan: StepPlan, steps: int, number: int, rows_NW: torch.Tensor,
 
 
 def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
-    """Return the sum, accumulated in fp64, or maximum of each group of `counts[i]` consecutive rows, fp32 [R, W]."""
+    """Return the sum (accumulated in fp64) or maximum of each group of `counts[i]` consecutive rows, fp32 [R, W]."""
     if len(rows_NW) >= LONG * len(counts):  # the call below has one thread for each column of a range
         parts = rows_NW.split(counts.tolist())
         is_max = POOLS[pool - 1] == "max"
@@ -75,10 +75,10 @@ def _pool(rows_NW: torch.Tensor, counts: np.ndarray, pool: int) -> torch.Tensor:
 class Step(Protocol):
     """The runtime's interface to an executor.
 
-    unit: the unit of captured sizes in plans, `NUMBERS` or `BYTES`
+    unit: the unit of capture sizes in plans, `NUMBERS` or `BYTES`
     recording: True while a graph is recorded, so that every tap launches
-    code: runs code at a point
-    encode: reads features or attention of rows [n, W], by the reading's index
+    code: the callback that runs programs' code at a point
+    encode: the callback that computes a reading (features or attention) from rows [n, W]
     """
 
     unit: np.ndarray
@@ -88,19 +88,19 @@ class Step(Protocol):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Device memory in bytes, by purpose, without the bank."""
+        """Device memory in bytes by purpose, excluding the bank."""
         ...
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
-        """Begin the step `steps` after that of `plan` and `batch`. Steps after the planned one have one token per
-        request."""
+        """Begin the step that comes `steps` steps after the planned one (`plan`, `batch`). Unless `steps` is 0, it is a
+        decode step with one token per request."""
         ...
 
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
     ) -> np.ndarray | None:
-        """Apply the plan at a point. Returns the slots with non-finite edits, which were not written, or None if
-        `failed` will report them."""
+        """Apply the plan at a point. Non-finite edits are not written; returns their slots, or None if `failed` will
+        report them."""
         ...
 
     def end(self, plan: StepPlan) -> BufferSlice | ScatteredSlices | None:
@@ -108,7 +108,7 @@ class Step(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Prepare for captures, after a program that captures was admitted."""
+        """Prepare for captures, once a program with captures is admitted."""
         ...
 
     def open_captures(self) -> None:
@@ -116,7 +116,7 @@ class Step(Protocol):
         ...
 
     def flush(self) -> None:
-        """Wait until all captures can be read."""
+        """Wait until all captures are readable on the host."""
         ...
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class Step(Protocol):
         ...
 
     def failed(self) -> list[tuple[int, int]]:
-        """Return the (slot, point) pairs with non-finite edits, which were not written, in steps whose results have
-        arrived; excludes slots that `apply` returned."""
+        """Return the (slot, point) pairs of non-finite edits that the device has reported so far, except slots that
+        `apply` returned. These edits were not written."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""The custom op `patchclamp::site`, which every tap calls. It calls its thread's active runtime.
+"""The custom op `patchclamp::site`, which every tap calls. It dispatches to the thread's active runtime.
 
-The op mutates its tensors, so a compiler keeps it in place. Without an active runtime (while vLLM profiles or warms up,
-and in idle steps), it does nothing.
+The op's schema says that it mutates its tensors, so a compiler keeps it in place. Without an active runtime (while vLLM
+profiles or warms up, and in idle steps), it does nothing.
 """
 
 from __future__ import annotations

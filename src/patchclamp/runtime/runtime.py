@@ -7,9 +7,9 @@ the model `at_work`, and calls `end`, all on the thread that steps the engine.
 Under tensor parallelism a worker applies each op to its own columns (`shard_op`). `ResidentRows` tracks the rows that
 programs read from the bank. `Continuity` relates each step to the previous step:
 
-`quiet`: each request advanced by one token, and the plan is still valid.
-`advanced`: the same, but positions and captures advance by one step.
-`changed`: anything else; the step gets a new plan.
+`quiet`: a decode step that reuses the plan, without any update.
+`advanced`: a decode step that reuses the plan, with positions and captures advanced by one step.
+`changed`: any other step; it gets a new plan.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept_bytes: captures of a step with a CUDA graph, at most half of `ring_bytes`; a step that captures more runs
         without a graph
     ring_bytes: captures in transit from the device
-    pinned_bytes: captures in pinned host memory; the oldest move to ordinary memory. None: a quarter of the free
+    pinned_bytes: captures in pinned host memory; the oldest move to pageable memory. None: a quarter of the free
         memory, within 4 to 32 GiB (`default_pinned_bytes`)
     active_sizes: step sizes, in tokens, for which graphs with taps are recorded; None: all that vLLM records. Steps of
         other sizes run without a graph if they have programs
@@ -145,7 +145,7 @@ def _shard_action(action: Action, shard: Shard) -> Action:
     if isinstance(action, Noisy):
         if shard.first % 4:
             raise UnsupportedSite(
-                f"noise is drawn four columns at a time, but this worker's start at column {shard.first}: use another "
+                f"noise is drawn four columns at a time, but this worker's columns start at {shard.first}: use another "
                 "tensor_parallel_size"
             )
         return msgspec.structs.replace(action, first_column=shard.first)
@@ -158,14 +158,14 @@ def _sharded_key(key: str, shard: Shard) -> str:
 
 
 def columns_in(key: str) -> tuple[str, int | None, int | None]:
-    """Split a key into the vector's key and its columns."""
+    """Split a key into the vector's key and its first and end column; None for all columns."""
     name, _, columns = key.partition("#")
     first, _, end = columns.partition(":")
     return (name, int(first), int(end)) if columns else (name, None, None)
 
 
 class ResidentRows:
-    """Rows of inline vectors and runs in a bank. `captured` returns local captures [T, W] by (run, point)."""
+    """Tracks a bank's rows of inline vectors and runs. `captured` returns local captures [T, W] by (run, point)."""
 
     def __init__(
         self, bank: Bank, sites: SiteMap, captured: Callable[[list[tuple[str, int]]], list[torch.Tensor]]
@@ -186,9 +186,9 @@ class ResidentRows:
         self, ops: Sequence[BoundOp], placement: Placement, vectors: Mapping[str, torch.Tensor],
         remote: Mapping[str, torch.Tensor],
     ) -> dict[str, tuple[int, int]]:  # fmt: skip
-        """Return the (offset, width) of the rows for each key that the ops read. The next `write` adds rows missing
-        from the bank, from `vectors`, `remote` rows or a run. If rows are unavailable, raises the first `MissingSource`
-        after placing all other rows."""
+        """Return the bank (offset, width) of each key that the ops read. Rows that the bank lacks are taken from
+        `vectors`, `remote` or a run, and written by the next `write`. If any are unavailable, raises the first
+        `MissingSource` once all other rows have an address."""
         addresses: dict[str, tuple[int, int]] = {}
         missing: MissingSource | None = None
         for key in dict.fromkeys([key for op in ops for key in op.keys]):
@@ -237,7 +237,7 @@ class ResidentRows:
             )
 
     def write(self) -> None:
-        """Write the pending rows, in order, adjacent rows in one copy. If this fails, all of them count as missing."""
+        """Write the pending rows in order, one copy per contiguous span. On failure, all of them count as missing."""
         unwritten, self._unwritten, self._found = self._unwritten, {}, {}
         try:
             self._write(list(unwritten.values()))
@@ -271,8 +271,8 @@ Sameness = Literal["quiet", "advanced", "changed"]
 class Continuity:
     """The last planned step, the later steps that reuse its plan, and the capture chunk that they fill.
 
-    `plan`, `batch`: those of the planned step; None if no step may reuse them. `steps`: the number of steps that
-    advanced the plan. Any change to the programs of `table` invalidates all three.
+    `plan`, `batch`: the planned step's plan and batch; None if no step may reuse them. `steps`: the number of steps
+    that advanced the plan. Any change to the programs of `table` invalidates all three.
     """
 
     def __init__(self, table: ProgramTable) -> None:
@@ -301,7 +301,7 @@ class Continuity:
         )
 
     def judge(self, requests: list[str], position: np.ndarray, total: int) -> Sameness:
-        """Compare a step with the last one: requests in the runner's order, their positions, and `total` tokens."""
+        """Classify a step by its requests in the runner's order, their next positions, and its `total` of tokens."""
         plan = self.plan
         if plan is None or self.steps >= plan.steady_steps or self._version != self._table.version:
             return "changed"
@@ -320,7 +320,7 @@ class Continuity:
     # -- answers to the scheduler: (a program acts in the step, a graph may be used)
 
     def answer(self, requests: list[str] | None) -> tuple[bool, bool] | None:
-        """Return the cached answer to the scheduler if it still holds for these requests one token later."""
+        """Return the cached answer to the scheduler if it holds for these requests' next decode step, else None."""
         if self._scheduled is None or self._answer_version != self._table.version or self._scheduled != requests:
             return None
         if not self._answer_steps:
@@ -389,7 +389,7 @@ class _Local(NamedTuple):
 
     ops: the program's ops at local points
     added: the number of ops that this worker has prepended
-    addresses: the (offset, width) in the bank of the rows of the ops' keys
+    addresses: the bank (offset, width) of each key that the ops read
     token_bytes, readings, attention: as in `_InstalledProgram`
     """
 
@@ -403,7 +403,7 @@ class _Local(NamedTuple):
 
 
 class Runtime:
-    """Applies the programs of one model with `sites` on `device`."""
+    """Applies the programs of one model on one worker's `device`."""
 
     sites: SiteMap
     limits: Limits
@@ -473,8 +473,8 @@ class Runtime:
             self._code_of.setdefault(run, []).extend(code)
 
     def run_code(self, number: int, rows_NW: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor | None:
-        """Run code on rows at a point and at positions [N]. An exception becomes the run's error; from then on
-        the result is None.
+        """Run the code `number` on rows at a point and at positions [N]. An exception becomes the run's error; that
+        call and all later calls return None.
 
         Such runs are not counted in `failures`, because programs with code share no cached blocks.
         """
@@ -491,8 +491,8 @@ class Runtime:
         self, numbers: list[int], rows_MW: torch.Tensor, point: int, position_M: np.ndarray, count_B: np.ndarray,
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
-        """Store rows that are a layer's queries, and edit rows that are its attention results (`AttentionEdits`).
-        `numbers`: the edits of each request."""
+        """Store the rows at a layer's query point, or edit the rows of its attention output (`AttentionEdits`).
+        `numbers`: each request's index into the attention edits."""
         edited = [self._attention[number] for number in numbers]
         if self._edits is None:
             assert self.keys is not None
@@ -513,7 +513,7 @@ class Runtime:
 
     @torch.inference_mode()
     def encode(self, number: int, rows_NW: torch.Tensor, queries: Queries) -> torch.Tensor:
-        """Read features or attention of rows. An exception becomes the error of the programs that read them."""
+        """Compute a reading (features or attention) of rows. On an exception, fail its programs and return NaN."""
         try:
             reading = self.dictionaries.numbered(number)
             if isinstance(reading, AttentionReading):
@@ -533,7 +533,7 @@ class Runtime:
         return int(self.widths[point]) // self.sites.sizes.d_head
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        """Return the positions and rows of a run, as in `CaptureStore.fetch`."""
+        """Return the positions and rows that a run captured, as in `CaptureStore.fetch`."""
         return self.store.fetch(run, point, op, first)
 
     def _captured(self, wanted: list[tuple[str, int]]) -> list[torch.Tensor]:
@@ -568,8 +568,8 @@ class Runtime:
         }
 
     def steps_left(self, positions: Iterable[tuple[str, int]]) -> int:
-        """Return a lower bound on the steps, of one token per request, in which any program still acts; 0 if none does.
-        `positions`: the requests with their next positions."""
+        """Return a lower bound on the number of decode steps in which any program still acts; 0 if none. `positions`:
+        each request with its next position."""
         stops = self._stop_of
         return next((stops[name] - position for name, position in positions if position < stops.get(name, 0)), 0)
 
@@ -579,7 +579,7 @@ class Runtime:
         return bool(self._code_stop)
 
     def runs_code(self, positions: Iterable[tuple[str, int]]) -> bool:
-        """True if code may still run, which rules out graphs. `positions`: the requests with their next positions."""
+        """True if code may still run, which rules out graphs. `positions`: each request with its next position."""
         stops = self._code_stop
         return bool(stops) and any(position < stops.get(request, 0) for request, position in positions)
 
@@ -654,7 +654,7 @@ class Runtime:
         return errors
 
     def _sources(self, arrivals: Sequence[Arrival]) -> list[tuple[str, int]]:
-        """Return the (run, point) pairs that programs read and this worker captured, but the bank lacks."""
+        """Return the (run, point) pairs that must be loaded into the bank and that this worker captured."""
         names = dict.fromkeys(name for arrival in arrivals for name in arrival.placement.load)
         sources = [source for name in names if (source := source_of(name)) is not None]
         return [source for source in sources if self.captured_here(*source)]
@@ -684,8 +684,8 @@ class Runtime:
         return _Local(arrival, ops, len(first), addresses, token_bytes, readings, attention)
 
     def _self_check(self, ranges: tuple[PositionRange, ...]) -> list[BoundOp]:
-        """Create the capture for a self-check. It is the last op that this worker adds, so its index is `SELF_CHECK`,
-        and it precedes the program's edits."""
+        """Create the capture op of a self-check. It is the last op that this worker prepends, so its index is
+        `SELF_CHECK` and it precedes the program's edits."""
         if not ranges:
             return []
         [embed] = self.sites.resolve(Site("embed"))
@@ -717,7 +717,7 @@ class Runtime:
     def _code_of_attention(
         self, arrival: Arrival, ops: Sequence[BoundOp], attention: Mapping[int, list[PatternEdit]]
     ) -> list[BoundOp]:
-        """Return the attention edits as this worker's code, at the queries and at `z`. These ops precede all others."""
+        """Return ops that run the attention edits as code, at the query point and `z`. They precede all other ops."""
         made = list[BoundOp]()
         for point, edits in attention.items():
             assert self.keys is not None
@@ -732,8 +732,8 @@ class Runtime:
         return made
 
     def _with_reading(self, op: BoundOp, readings: list[Reading | AttentionReading]) -> BoundOp:
-        """Return the op; a capture of features or attention gets its reading's index. Adds the reading to
-        `readings`."""
+        """Set the reading's index in a capture of features or attention, and add the reading to `readings`. Other ops
+        are returned unchanged."""
         if not isinstance(op.action, Keep) or op.action.reader is None:
             return op
         readings.append(self.dictionaries.reading(op.action))
@@ -742,7 +742,7 @@ class Runtime:
         )
 
     def _with_encoders(self, run: str, ops: Sequence[BoundOp]) -> Sequence[BoundOp]:
-        """Return the ops, with edits that run a whole encoder turned into this worker's code."""
+        """Return the ops, with each edit that needs a full encoder replaced by a `RunCode`."""
         numbers = {i: (next(code_numbers), function) for i, function in self.dictionaries.code_of(ops).items()}
         self.hold_code(
             run,
@@ -756,7 +756,7 @@ class Runtime:
 
     @property
     def _has_all(self) -> bool:
-        """True if this worker applies and keeps everything in every program."""
+        """True if this worker has every tap and all columns, and keeps all captures."""
         return self._is_whole and self.keeps and bool(self.has_tap.all())
 
     def _install(self, alike: Sequence[_Local]) -> None:
@@ -805,8 +805,8 @@ class Runtime:
         return [np.where(self.sampled, 0, of_dtype).tolist() for of_dtype in rows]
 
     def _token_bytes_at(self, point: int, keep: Keep) -> int:
-        """Return a capture's maximum aligned bytes per token at a point, with the results of rows reduced in the
-        step."""
+        """Return a capture's maximum aligned bytes per token at a point, including the results of rows that are pooled
+        or encoded in the step."""
         kept = self._bytes_of_token[keep.dtype][point]
         if keep.products:
             item = 4 if self.step.unit is NUMBERS else int(ITEM_BYTES[keep.dtype])
@@ -834,7 +834,7 @@ class Runtime:
         return admitted.receipt, self._code_errors.get(admitted.run) or self._errors.get(request)
 
     def run_of(self, request: str) -> str | None:
-        """Return the run of a request with a program; None without a program, or if it could not be installed."""
+        """Return the run of a request's installed program, or None."""
         return self._admitted[request].run if request in self._slot_of else None
 
     def request_of(self, run: str) -> str | None:
@@ -898,11 +898,11 @@ class Runtime:
         self, requests: list[str], row: np.ndarray, position: np.ndarray, count: np.ndarray, total: int,
         samples: np.ndarray | None = None,
     ) -> Sameness:  # fmt: skip
-        """Begin a step with the last plan or a new plan. The arrays may change afterwards.
+        """Begin a step with the last plan or a new plan. The caller may overwrite the arrays afterwards.
 
         row, position, count: each request's first row, first position and number of tokens
         total: the number of tokens
-        samples: the number of final tokens per request that get logits; None: one each
+        samples: the number of trailing tokens per request that get logits; None: one each
         """
         self._edits = None
         sameness = self.continuity.judge(requests, position, total)
@@ -953,7 +953,7 @@ class Runtime:
             raise ModelError(f"{self.sites.describe_point(point)}: expected width {width}, got {list(hidden.shape)}")
         if residual is not None and residual.shape != hidden.shape:
             raise ModelError(
-                f"{self.sites.describe_point(point)}: the stream's two halves differ in shape, {list(hidden.shape)} "
+                f"{self.sites.describe_point(point)}: hidden states and residual differ in shape, {list(hidden.shape)} "
                 f"and {list(residual.shape)}"
             )
         if view is not None and (view.heads or view.by_head or view.factor != 1.0):
@@ -996,7 +996,7 @@ class Runtime:
 
 
 def fits(shape: Sequence[int], width: int) -> bool:
-    """True if a tensor's last dimensions form a row of `width` columns."""
+    """True if the product of some trailing dimensions is `width`."""
     size = 1
     for dimension in reversed(shape):
         size *= dimension
@@ -1006,5 +1006,5 @@ def fits(shape: Sequence[int], width: int) -> bool:
 
 
 def columns(hidden: torch.Tensor, view: View, width: int) -> torch.Tensor:
-    """Return a view of a point's columns, [R, W], in a tensor with further columns."""
+    """Return a view of a point's columns, [R, W], in a wider tensor."""
     return hidden.view(-1, view.tensor_width)[:, view.first : view.first + width]

@@ -38,7 +38,7 @@ def apart_from_layers(
 def without_taps(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any]
 ) -> tuple[torch.fx.GraphModule, list[Any]] | None:
-    """Copy a traced graph without our op and inputs; return it and its example inputs, or None if it has no taps."""
+    """Copy a traced graph without its taps and their inputs. Returns it and its example inputs; None without taps."""
     graph = copy.deepcopy(graph)
     taps = _taps(graph)
     for node in taps:
@@ -97,8 +97,8 @@ def attach(
     model: torch.nn.Module, taps: list[tuple[Point, Tap]], view: Callable[[Tap], View | None],
     around: Callable[[torch.nn.Module, Literal["query", "output"], Callable[[torch.Tensor], None]], None] | None = None,
 ) -> dict[int, View | None]:  # fmt: skip
-    """Hook every tap whose module is in this process, except taps of sampled rows. Returns the hooked points and their
-    views in the taps' tensors. Raises `ModelError` for a missing module.
+    """Hook every tap whose module is in this process, except taps of sampled rows. Returns each hooked point's view in
+    its tap's tensor, by point number. Raises `ModelError` for a missing module.
 
     Layers of other pipeline stages, for which vLLM has a `PPMissingLayer`, are not hooked.
     """
@@ -138,7 +138,7 @@ def find(model: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def _numbers(point: Point) -> tuple[int, int]:
-    """Return a point's number and layer; −1 without a layer."""
+    """Return a point's number, and its layer or −1."""
     return point.number, -1 if point.layer is None else point.layer
 
 

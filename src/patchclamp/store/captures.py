@@ -31,7 +31,7 @@ ITEM_BYTES = np.array([dtype.itemsize for dtype in _TORCH])
 
 
 class BufferSlice(msgspec.Struct):
-    """The bytes of consecutive steps, contiguous in a block from `offset`."""
+    """Captures of consecutive steps, contiguous in a block from byte `offset`."""
 
     block: HostBlock
     offset: int
@@ -54,7 +54,7 @@ class BufferSlice(msgspec.Struct):
 
 class ScatteredSlices(msgspec.Struct):
     """One step's bytes in several blocks. Each part is (begin, end, block, offset): bytes begin … end−1 of the step are
-    in the block, starting at `offset`. Where parts overlap, the first one counts."""
+    in the block, starting at `offset`. Where parts overlap, the first part counts."""
 
     parts: list[tuple[int, int, HostBlock, int]]
     steps: int = 1
@@ -121,7 +121,7 @@ class CaptureChunk(msgspec.Struct, dict=True, eq=False):
         return {}
 
     def captured(self, run: int, point: int, op: int | None) -> list[CapturedEntry]:
-        """Return a run's entries at a point, for op `op` or (None) for all ops that capture the site."""
+        """Return a run's entries at a point, of op `op` or, if None, of all ops that capture the site."""
         if run not in self._by_point:
             by_point = self._by_point[run] = collections.defaultdict(list)
             for row in self._table_of_run[run].tolist():
@@ -204,7 +204,7 @@ class StoredTable(msgspec.Struct):
 
 
 def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride: int, to: np.ndarray) -> None:
-    """Copy the rows of entries with equal row size and alignment into `to`, side by side from its start."""
+    """Copy the rows of entries with equal row size and alignment into `to`, packed from the start of each step."""
     size, count, offset = int(table["row_bytes"][0]), table["count"].astype(np.int64), table["offset"]
     if isinstance(place, ScatteredSlices):
         at = 0
@@ -220,7 +220,7 @@ def _gather_rows(place: BufferSlice | ScatteredSlices, table: np.ndarray, stride
 
 
 class KeptRun(msgspec.Struct):
-    """A run's number, and the chunk numbers `since` … `until` − 1 that may contain its rows; until None: still open."""
+    """A run's number, and the chunk numbers `since` … `until` − 1 that may hold its rows; `until` None: still open."""
 
     number: int
     since: int
@@ -287,7 +287,7 @@ class CaptureStore:
             self._shrink(0)
 
     def _shrink(self, turns: int) -> None:
-        """Shrink chunks in host memory that were already sparse `turns` added chunks ago."""
+        """Shrink chunks that are in host memory and have been sparse for at least `turns` added chunks."""
         for turn, since in list(self._sparse.items()):
             chunk = self._chunks.get(turn)
             if chunk is None:
@@ -298,13 +298,13 @@ class CaptureStore:
 
     @property
     def bytes(self) -> int:
-        """Host memory of captures, including pending copies."""
+        """Host memory of captures in bytes, including pending copies."""
         self._count(len(self._uncounted))
         self._shrink(0)
         return sum(chunk.steps * chunk.stride for chunk in self._chunks.values())
 
     def add(self, chunk: CaptureChunk) -> None:
-        """Keep a chunk for as long as any of its runs. Steps may still be appended to the chunk."""
+        """Add a chunk, kept until all its runs are released. Steps may still be appended to the chunk."""
         if self._sparse:
             self._shrink(SPARSE_TURNS)
         self._chunks[self._turn] = chunk
@@ -323,7 +323,7 @@ class CaptureStore:
                 del self._chunks[turn]
 
     def _chunks_of(self, run: KeptRun) -> list[tuple[int, CaptureChunk]]:
-        """Return a run's chunks, oldest first, each with its turn."""
+        """Return a run's (turn, chunk) pairs, oldest first."""
         until = self._turn if run.until is None else run.until
         while self._uncounted and self._uncounted[0] < until:
             self._count(1)
@@ -331,8 +331,8 @@ class CaptureStore:
         return [(turn, chunk) for turn, chunk in chunks if chunk is not None and run.number in chunk.bytes_of_runs]
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-        """Return the captured positions [T], ascending from `first`, and their rows [T, W]: those of one op, or (None)
-        of all ops at the point except probes.
+        """Return the captured positions [T], ascending from `first`, and their rows [T, W], for op `op` or, if None,
+        for all ops at the point except probes and self-checks.
 
         If an op captured a position twice (after preemption), its first row wins, or its last with `keeps_last`;
         between two ops, the later op wins. Raises `MissingSource` for a run that is not kept.
@@ -441,7 +441,7 @@ def _pooled(
     pool: str,
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:  # fmt: skip
     """Combine rows that were pooled per step into one row per run. Returns the run [R], its last position [R], and the
-    row [R, W]. A preempted request restarts its prompt; of its passes, the first that got furthest counts.
+    row [R, W]. Of a preempted request's prefill passes, the one that got furthest counts (the first if equal).
 
     run, position, count, span, turn: each row's run, first position, number of pooled positions, span from the first
         to the last, and turn, [N]
@@ -467,7 +467,7 @@ def _pooled(
 
 
 def _begins(*labels: np.ndarray) -> np.ndarray:
-    """Return the index at which each stretch of equal labels begins."""
+    """Return the start index of each stretch of equal labels."""
     return np.flatnonzero(np.append(True, np.any([np.diff(each) != 0 for each in labels], axis=0)))
 
 
@@ -510,7 +510,7 @@ class StoredRows(NamedTuple):
 
 
 def _between(part: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
-    """Return bytes begin … end−1 of a part [S, n] as 2-D views: the end of a step, whole steps, the start of a step."""
+    """Return bytes begin … end−1 of a part [S, n] as 2-D views: end of a step, whole steps, start of a step."""
     views, size = [], part.shape[1]
     while begin < end:
         step, at = divmod(begin, size)

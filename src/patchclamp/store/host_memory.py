@@ -3,8 +3,8 @@
 Page faults limit each thread to 1 to 2 GB/s. Large memory therefore uses huge pages, is touched by several threads
 before CUDA pins it, is allocated ahead of need, and is reused.
 
-Other processes of the machine can map open memory without a copy. It is an anonymous file (`memfd`) that the owner
-keeps open and others open through `/proc`, so it takes no space in `/dev/shm` and is freed with its owner.
+Other processes on the machine can map open memory without a copy. It is an anonymous file (`memfd`) that its owner
+keeps open and other processes open through `/proc`, so it takes no space in `/dev/shm` and is freed with its owner.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class HostBlock:
 
 
 def default_pinned_bytes(workers: int) -> int:
-    """Return the bytes that each worker may pin: its share of a quarter of the free memory, within 4 to 32 GiB."""
+    """Return the bytes that each worker may pin: a quarter of the free memory / `workers`, within 4 to 32 GiB."""
     return max(MIN_PINNED_BYTES, min(MAX_PINNED_BYTES, available_bytes() // (4 * workers)))
 
 
@@ -199,7 +199,7 @@ class Slab:
 
 
 class PinnedSlabs:
-    """Slabs of pinned memory, made in the background. Returned slabs are kept up to `limit_bytes` in total."""
+    """A pool of pinned slabs, allocated in the background. Returned slabs are kept up to `limit_bytes` in total."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class PinnedSlabs:
         self.bytes: int = 0  # bytes of all slabs not given up
 
     def prepare(self) -> None:
-        """Start making slabs in the background."""
+        """Start allocating slabs in the background."""
         while len(self._free[SLAB_BYTES]) + len(self._coming) < SLABS_AHEAD and self.bytes < self._limit_bytes:
             self._order()
 
@@ -236,7 +236,7 @@ class PinnedSlabs:
         return slab
 
     def give(self, slab: Slab) -> None:
-        """Return a slab that is no longer read or written."""
+        """Return an unused slab to the pool."""
         slab.used = 0
         if self.bytes <= self._limit_bytes:
             self._free[slab.size].append(slab)
@@ -244,7 +244,7 @@ class PinnedSlabs:
             self.give_up(slab)
 
     def give_up(self, slab: Slab) -> None:
-        """Release a slab that may still be read; the last reference frees its memory."""
+        """Discard a slab that may still have readers; its memory is freed with the last reference."""
         self.bytes -= slab.size
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ class PinnedSlabs:
         try:
             self._register(memory)
         except MemoryError as error:  # copies to unpinned memory are slower; results are unchanged
-            logger.warning("patchclamp: captures go to ordinary memory: %s", error)
+            logger.warning("patchclamp: captures use pageable memory: %s", error)
             return Slab(memory, lambda memory: None)
         return Slab(memory, self._unregister)
 
@@ -278,13 +278,13 @@ def _touch(memory: np.ndarray) -> None:
 
 
 class ReusedMemory:
-    """Memory for rows returned to callers, reused once its last reference is dropped."""
+    """Buffers for rows returned to callers, reused once the last reference to them is dropped."""
 
     def __init__(self) -> None:
         self._free: collections.deque[mmap.mmap] = collections.deque()
 
     def take(self, size: int) -> np.ndarray:
-        """Allocate `size` bytes. Small requests get ordinary memory, which is not reused."""
+        """Allocate `size` bytes. Small requests get a plain NumPy array, which is not reused."""
         if size < _HUGE_BYTES // 2:
             return np.empty(size, np.uint8)
         for memory in list(self._free):
@@ -314,7 +314,7 @@ reused = ReusedMemory()
 def make_shared(size: int) -> tuple[str, np.ndarray] | None:
     """Create a shared file of `size` bytes. Returns its path and memory, or None if there is no space.
 
-    All space is reserved now, because a later write to a full device would crash the process.
+    The space is reserved upfront, because a later write to a full device would crash the process.
     """
     for folder in ("/dev/shm", tempfile.gettempdir()):
         try:

@@ -1,7 +1,7 @@
 """Journals: append-only records from which an interrupted computation resumes.
 
-A journal is an SQLite file. Table `made` holds the computation's key. Table `record` holds the records in order,
-each in MessagePack with its CRC-32. The write-ahead log (`NAME-wal`) exists while the file is open, and after a kill.
+A journal is an SQLite file. Table `made` holds the computation's key. Table `record` holds the records in order, each
+in MessagePack with its CRC-32. The write-ahead log (`NAME-wal`) exists while the file is open, and after a crash.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The bank (`lm.bank`): vectors, means, whole programs and runs that ops use by name.
 
-Names are resolved when a request is made. Workers and the prefix cache's keys receive the content, not the name.
+Names are resolved when a request is made. Workers and prefix-cache keys receive the content, not the name.
 
 File format: safetensors. A vector is a tensor of the same name. Means are one tensor [n, D]. Metadata field `means`
 has the site of each row (JSON: name to a list of site refs), field `programs` the programs (JSON: name to
 `Program.to_json`).
 
-A server's bank sends and receives a single vector or means as such a file with one floating-point tensor, [D] or
-[n, D], of any name. The bytes are untrusted, and are checked before use.
+A server's bank sends and receives each entry (a vector or means) as such a file, with one floating-point tensor [D] or
+[n, D] of any name. The bytes are untrusted, and are checked before use.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SourceRun(Protocol):
 
 
 class CapturedRun(SourceRun, Protocol):
-    """The part of a `Run` that `NamedBank.mean` uses."""
+    """The part of the `Run` interface that `NamedBank.mean` uses."""
 
     def __getitem__(self, site: str) -> Any:  # a torch tensor; a NumPy array from the fake engine
         ...
@@ -111,7 +111,7 @@ class NamedBank(MutableMapping[str, Entry]):
         return len(self._entries)
 
     def expanded(self, op: Op, path: str, users: tuple[str, ...] = ()) -> Iterator[tuple[str, Op]]:
-        """Yield (path, op) for an op, or for each scaled edit of a `Use`'s program. Raises for an invalid name."""
+        """Yield (path, op): the op or, for a `Use`, each scaled edit of its program. Raises for an invalid name."""
         if not isinstance(op, Use):
             yield path, op
             return
@@ -205,7 +205,7 @@ class NamedBank(MutableMapping[str, Entry]):
         """Load a safetensors file written by `save`, or any with tensors [D] or [n, D]. An entry's name is `prefix`
         plus the tensor's name; returns the names.
 
-        Raises `ProgramError` with the file's and the tensor's name for an invalid entry, and loads nothing.
+        For an invalid entry, raises `ProgramError` with the names of the file and the tensor, and loads nothing.
         """
         if not isinstance(prefix, str):
             raise ProgramError(f"expected text, got {type(prefix).__name__} {prefix!r:.100}", "prefix")
@@ -267,7 +267,7 @@ class NamedBank(MutableMapping[str, Entry]):
 
 
 def _as_json(entry: Entry | str) -> str:
-    """Return an entry's content as JSON, or the key of a run."""
+    """Return an entry's content as JSON; for a run, its key."""
     plain = entry.key if is_run(entry) else to_dict(entry) if isinstance(entry, Program) else entry
     return msgspec.json.encode(plain, order="deterministic").decode()
 
@@ -397,7 +397,7 @@ def from_bytes(data: bytes) -> Vector | Means:
 
 
 def numbers_of_json(data: bytes) -> Vector:
-    """Parse a vector from JSON: a 1-D or 2-D list of numbers. Raises like `from_bytes`."""
+    """Parse a vector from JSON: a 1-D or 2-D list of numbers. Raises as `from_bytes` does."""
     nested = data.lstrip()[1:].lstrip().startswith(b"[")
     try:
         return Vector.of(msgspec.json.decode(data, type=list[list[float]] if nested else list[float]))

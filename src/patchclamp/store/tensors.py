@@ -85,7 +85,7 @@ def header_size(data: bytes | bytearray) -> int:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file. Raises `ValueError` and `OSError`."""
+    """Read a file's header. Raises `ValueError` if it is invalid, `OSError` if the file is unreadable."""
     with path.open("rb") as file:
         first = file.read(8)
         return parse_header(first + file.read(min(header_size(first) - 8, path.stat().st_size)))
@@ -154,7 +154,7 @@ def cast(rows: torch.Tensor | np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def overflowed(rows: torch.Tensor | np.ndarray) -> int | None:
-    """Return the index of the first float16 row with an infinity, on the host, or None (always, for other dtypes)."""
+    """Return the index of the first row with an infinity, or None. Checks only float16 rows, on the host."""
     if str(rows.dtype).removeprefix("torch.") != "float16":
         return None
     bits = np.ascontiguousarray(rows).view(np.uint16)
@@ -201,12 +201,12 @@ class CapturedEntry(NamedTuple):
 
 
 class CaptureSource(Protocol):
-    """The source of a chunk's table, built lazily because building it within a step is too slow for a wide batch."""
+    """Builds a chunk's table lazily, because building it within a step is too slow for a wide batch."""
 
     def bytes_of_runs(self) -> dict[int, int]:
-        """Return each run's bytes in a step, by run number."""
+        """Return each run's bytes per step, by run number."""
         ...
 
     def table(self) -> np.ndarray:
-        """Return a step's captures as `CAPTURED`, ascending by run number."""
+        """Return the captures of a step as `CAPTURED` records, ascending by run number."""
         ...

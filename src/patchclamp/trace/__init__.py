@@ -41,14 +41,14 @@ class TracedLM(ProvedLM):
         stream: bool = False,
         **others: Any,
     ) -> Trace:
-        """Record reads and writes of the model's tensors in `with lm.trace(prompt) as t:`, and run them at its end.
+        """Record reads and writes of the model's tensors in `with lm.trace(prompt) as t:`, and run them when it ends.
 
         prompt: text or token ids; for several prompts, omit it and use `with t.invoke(prompt) as a:` for each
-        edits: ops applied before the trace's own, such as `pc.Use(name)` of an `lm.edit(name)`
+        edits: ops applied before the trace's own ops, such as `pc.Use(name)` of an `lm.edit(name)`
         stream: run when the trace is iterated, after the block: `for part in t`
         Other arguments are as in `run`; an unknown name raises `UnknownName` and suggests a replacement.
 
-        A line that no program can express raises at once. A run's error is raised when the block ends, with its line.
+        A line that no program can express raises at once. A run's error is raised with its line at the block's end.
         """
         from patchclamp.trace.trace import Trace
 

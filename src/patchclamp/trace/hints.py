@@ -1,4 +1,4 @@
-"""Hints for names of nnsight, nnterp and Transformers that a trace lacks, each with a replacement."""
+"""Hints for names from nnsight, nnterp and Transformers that a trace lacks, each with a replacement."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ KNOWN = ("save", "shape", *READS)
 
 
 class Arithmetic:
-    """Base of traced values: supports `+` and `-`, `*` and `/` by numbers, and raises clear errors for the rest."""
+    """Base of traced values: they support `+`, `-`, and `*` and `/` by numbers; other operations raise."""
 
     def expression(self) -> Expression:
         raise NotImplementedError
 
     def save(self) -> Any:
-        """Save the value as a tensor that is filled in after the trace."""
+        """Save the value: return a tensor that is filled in after the trace."""
         return save(self.expression())
 
     def clone(self) -> Any:
@@ -91,7 +91,7 @@ class Arithmetic:
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise ProgramError(f"format {spec!r} needs a number, which is not available inside the trace: save it")
+            raise ProgramError(f"cannot apply format {spec!r} inside a trace: save the value and format it afterwards")
         return repr(self)
 
     def __copy__(self) -> NoReturn:
@@ -198,7 +198,7 @@ for _name in (*_REFUSED, *_UNKNOWN_YET):
 
 
 class NonTensor:
-    """Base of modules, groups of tokens and traces. Using one as a tensor, function or block raises `ProgramError`."""
+    """Base of modules, groups of tokens and traces. Using one as a tensor or function raises `ProgramError`."""
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ProgramError(
@@ -245,7 +245,7 @@ class Expression(Arithmetic):
 
     @property
     def one_read(self) -> Entry | None:
-        """The expression's read, if it is a single read, unscaled and with nothing added; else None."""
+        """The read, if the expression is exactly one read (factor 1, constant 0); else None."""
         factors = [self.constant, *self.terms.values()]
         return next(iter(self.terms)) if not any(map(np.ndim, factors)) and factors == [0.0, 1.0] else None
 
@@ -316,7 +316,7 @@ def as_number(value: Any, sign: str) -> Number:
 
 
 def as_factor(value: Any, sign: str) -> Number:
-    """Return the factor of a multiplication, or of a division (elementwise for an array)."""
+    """Return the factor to multiply by: the operand or, for a division, its elementwise reciprocal."""
     divides = sign.startswith("/")
     if isinstance(value, Arithmetic):
         refuse(f"a traced value {'divided by' if divides else 'times'} another")
@@ -331,7 +331,7 @@ TO_COME = From("a read of this trace")  # placeholder for a read whose run is no
 
 
 class InPlace(Arithmetic):
-    """Base of writable values: `+=`, `-=`, `*=` and `/=` call `change`, and so does item assignment."""
+    """Base of writable values: item assignment and `+=`, `-=`, `*=` and `/=` call `change`."""
 
     def change(self, sign: str, value: Any) -> Any:
         """Apply the assignment operator `sign` with `value`, and return the object to assign."""
@@ -387,7 +387,7 @@ class Activation(InPlace):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape. Raises `ProgramError` while the number of tokens is unknown."""
+        """The tensor's shape. Raises `ProgramError` while the number of tokens is unknown."""
         recording, spot = self._recording, self._spot
         entry = recording.read(spot)
         recording.check_prompt()
@@ -421,7 +421,7 @@ class Activation(InPlace):
             self.write(as_expression(value, "="))
 
     def replace(self, value: Any, alpha: float = 1.0, mask: Any = None) -> None:
-        """Apply `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask, for numbers or a read of the trace."""
+        """Apply `pc.Replace`: (1 − a) · h + a · value with a = alpha · mask. `value`: numbers or a read."""
         if isinstance(value, Arithmetic):
             read = value.expression().one_read
             if read is None:
@@ -432,8 +432,8 @@ class Activation(InPlace):
             self._record(Replace, vector, alpha=alpha, mask=mask)
 
     def add(self, value: Any, scale: float = 1.0, norm: str | None = None) -> None:
-        """Apply `pc.Add`: add scale · value, for numbers or a read of the trace, or with norm="match" scaled to each
-        row's norm."""
+        """Apply `pc.Add`: add scale · value. `value`: numbers or a read of the trace; with norm="match" it is first
+        rescaled to each row's norm."""
         if isinstance(value, Arithmetic):
             read = value.expression().one_read
             if read is None:
@@ -468,13 +468,13 @@ class Activation(InPlace):
         self._record(Apply, fn)
 
     def _record(self, op: Callable[..., SiteOp], *values: Any, source: Entry | None = None, **fields: Any) -> None:
-        """Record an op on this tensor, with the given values or the rows of a read."""
+        """Record an op on this tensor, with the given values or with the rows of the read `source`."""
         values = values if source is None else (TO_COME,)
         spot = self._spot
         self._recording.write(op(*values, at=spot.site, tokens=spot.tokens, **fields), spot, source)
 
     def write(self, expression: Expression, own: Number | None = None) -> None:
-        """Record ops that set rows h to own · h + expression; `own` None: to the expression alone."""
+        """Record ops that set rows h to own · h + expression or, if `own` is None, to the expression alone."""
         with all_or_nothing(self._recording):
             self._write(expression, own)
 
@@ -508,7 +508,7 @@ class Activation(InPlace):
             self._record(Add, self._vector(constant))
 
     def is_unwritten_since(self, read: Entry) -> bool:
-        """True if a read has the same tensor and tokens, which were not written since."""
+        """True if a read has this tensor and these tokens, and the tensor was not written after the read."""
         here = self._recording, self._spot.site, self._spot.tokens
         same = here == (read.recording, read.spot.site, read.spot.tokens)
         return same and not self._recording.is_written_since(read)
@@ -658,7 +658,7 @@ class Draft(InPlace):
         return tokens if inside else own.tokens & tokens
 
     def _numbered(self, rows: Tokens) -> Tokens:
-        """Return the tokens at some of the copy's rows; `rows` selects among these rows as if they were a prompt."""
+        """Return the tokens at selected rows of the copy; `rows` indexes the copy's rows as if they were a prompt."""
         own, positions = self._of._spot, self._of._recording.known_positions(self._of._spot)
         assert isinstance(rows, Positions)
         try:
@@ -692,7 +692,7 @@ class Draft(InPlace):
         return msgspec.structs.replace(part, site=site, tokens=tokens, single=single, whole=False)
 
     def _rows_of(self, target: Activation, part: Spot) -> Tokens:
-        """Return the target's tokens at the rows that a part has in the copy."""
+        """Return the target's tokens at the row indices that a part has in the copy."""
         recording: Recording = self._of._recording
         mine, theirs = recording.known_positions(self._of._spot), target._recording.known_positions(target._spot)
         if len(mine) == 1:
@@ -913,7 +913,7 @@ class SiteByLayer(ByLayer):
 
 
 class Pending(Arithmetic, torch.Tensor):
-    """A saved value before the trace has run. Within the trace it can be written or used like any other value."""
+    """A saved value before the trace has run. Within the trace it can be computed with, or written into the model."""
 
     saved: Saved
 
@@ -981,7 +981,7 @@ class Saved:
         return [read.recording for read in self.expression.terms]
 
     def raise_failure(self) -> None:
-        """Raise the value's error, if it failed, or as `check_to_come` if it is not available yet."""
+        """Raise the value's error if it failed; otherwise raise as `check_to_come` does."""
         if self.failure is not None:
             raise self.failure
         for recording in self.recordings:
@@ -1015,7 +1015,7 @@ def check_to_come(recording: Recording, name: str) -> None:
 
 
 def save(expression: Expression) -> Pending:
-    """Request the value of an expression after the trace."""
+    """Request an expression's value; return the tensor that is filled in after the trace."""
     if not expression.terms:
         raise ProgramError("expected a value of the model to save, got only numbers")
     saved = Saved(expression, callers_line())
@@ -1086,7 +1086,7 @@ class Cache(Mapping[str, torch.Tensor]):
         return [self.recording]
 
     def fill(self, run: Run | None) -> None:
-        """Store a run's captures of the sites. Positions that only other captures added are left out."""
+        """Store the run's captures of the sites at the cache's tokens; other captures may have more positions."""
         assert run is not None
         wanted, rows = run.select(self.tokens), {}
         for name, captured in self.recording.lm.fetch([run], self.sites, copy=False)[0].items():

@@ -1,10 +1,10 @@
 """Recordings: one prompt's reads and writes as ops, in the order of the caller's lines, and the runs they require.
 
-A `Spot` is a model tensor at selected tokens, as a proxy names it. It has the module's shape without the batch axis,
-[T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W], when indexed
-and when saved. `logits` never has this axis.
+A `Spot` is a model tensor at selected tokens, to which a proxy refers. It has the module's shape without the batch
+axis, [T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W], when
+indexed and when saved. `logits` never has this axis.
 
-An `Entry` is a read or write of a spot. It keeps the caller's line, which errors at the end of the trace name.
+An `Entry` is a read or write of a spot. It keeps the caller's line, for errors that are raised at the end of the trace.
 
 A write of another run's rows must wait until that run has captured them. So every write has a level: 0 if it writes
 numbers or rows of an earlier layer of its own run, else one more than its source's level. A read's level is the highest
@@ -56,7 +56,7 @@ WHOLE = slice(None)
 class Spot(msgspec.Struct, frozen=True):
     """A site at a selection of tokens.
 
-    whole: True if the selection is a whole group; brackets then count within it
+    whole: True if the selection is a whole group; indices in brackets then count within it
     named: True if the caller named the group (`t.generated`); a selection in brackets is then restricted to it
     parted: True if heads, neurons or experts were already chosen, or the site has none; brackets then select tokens
     batched: True if there is a leading batch axis
@@ -173,7 +173,7 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 def _is_part(keys: list[Any]) -> bool:
-    """True if brackets on a site with heads, neurons or experts select among them: alone, or after the tokens."""
+    """True if brackets on a site with heads, neurons or experts index these parts, alone or after the tokens."""
     return len(keys) > 1 or (len(keys) == 1 and not isinstance(keys[0], (Selection, str)))
 
 
@@ -194,8 +194,8 @@ def positive(site: Site, layers: int) -> Site:
 
 
 def numbers(value: Any) -> float | np.ndarray | None:
-    """Convert to a number, or an array to an fp32 copy [..., W], because the caller may change it later. None for other
-    values. Raises `ProgramError` for values that `as_array` and `as_number` refuse."""
+    """Convert a value to a number, or an array to an fp32 copy [..., W], as the caller may change the array later.
+    Returns None for other types. Raises `ProgramError` for values that `as_array` and `as_number` refuse."""
     if isinstance(value, Vector):
         return np.array(value.array())
     if isinstance(value, str):
@@ -485,7 +485,7 @@ class Recording:
         return np.concatenate([case.positions for case in self._cases(entry.spot.site.name, entry.op.tokens)])
 
     def known_positions(self, spot: Spot, tokens: Tokens | None = None) -> np.ndarray:
-        """Return the positions of `tokens` (default: the spot's). Raises `ShapeError` if they are not known yet."""
+        """Return the positions of `tokens` (default: the spot's tokens). Raises `ShapeError` while they are unknown."""
         self.check_prompt()
         cases = self._cases(spot.site.name, spot.tokens if tokens is None else tokens)
         if len(cases) != 1 or not cases[0].alone:
@@ -522,7 +522,7 @@ class Planned(NamedTuple):
 
 class Schedule:
     """The levels of the recordings' entries, and the resulting runs. `has_edits`: True if other edits, which may need
-    generated tokens, act before the trace's own. Raises `ProgramError` for a write that depends on itself."""
+    generated tokens, act before the trace's own writes. Raises `ProgramError` for a write that depends on itself."""
 
     def __init__(self, recordings: Iterable[Recording], has_edits: bool = False) -> None:
         self.recordings, self._has_edits = list(recordings), has_edits
@@ -557,7 +557,7 @@ class Schedule:
         return run.recording is read.recording and (run.is_last if from_last else run.level == level)
 
     def _early_runs(self) -> Iterator[Planned]:
-        """Return extra runs that capture the sources of writes if the source prompt's own run ends too late."""
+        """Yield an early run for each source that its recording's own run would capture too late for the write."""
         early: dict[tuple[Recording, int], list[Entry]] = {}
         for write in (e for recording in self.recordings for e in recording.entries if e.source and not e.within):
             read = write.source

@@ -247,7 +247,7 @@ class Trace(NonTensor):
     # -- streams
 
     def so_far(self, value: Any) -> Any:
-        """Return the current content of a saved value or a cache while the trace streams, at the tokens received so
+        """Return the current content of a saved value or a cache while the trace streams, for the tokens received so
         far. Raises `ProgramError` if the trace is not streaming, and `MissingSource` for a token not generated yet."""
         if self._stream is None:
             raise ProgramError("the trace is not streaming: use t.so_far(value) in the loop `for part in t`")
@@ -272,8 +272,8 @@ class Trace(NonTensor):
 
     @contextlib.contextmanager
     def _streaming(self) -> Iterator[Stream]:
-        """Make all calls but the last, which runs the prompt itself, and yield that one as a stream. Fill in the saved
-        values at the end. If the stream is abandoned, reading them raises an error."""
+        """Make all calls but the last, then start the last one (the prompt's own run) as a stream, and yield it. At its
+        end, fill in the saved values. If the stream is abandoned, reading the saved values raises an error."""
         if not self._streamed:
             raise ProgramError("only a trace with stream=True can be iterated: lm.trace(prompt, stream=True)")
         if self._state != "ended":
@@ -350,7 +350,7 @@ def read_prompt(lm: LM, prompt: Any, messages: Any) -> tuple[list[int], str | No
         raise ProgramError("expected either a prompt or messages")
     if not isinstance(prompt, (list, tuple)) or not prompt or isinstance(prompt[0], (str, list, tuple)):
         raise ProgramError(
-            "expected one prompt, text or token ids: for several, use `with lm.trace() as t:` and an invoke for each, "
+            "expected one prompt (text or token ids): for several, use `with lm.trace() as t:` and an invoke for each, "
             "`with t.invoke(prompt) as a:`; for token ids [1, T] pass ids[0]",
             "prompt",
         )
@@ -443,8 +443,8 @@ class Execution:
         return ops
 
     def _value(self, write: Entry, read: Entry) -> From | Vector:
-        """Return the value of a write whose read has run: a `From`, or the array itself if `From` would take another
-        read of the tensor or other columns of the row."""
+        """Return the value of a write whose read has run: a `From`, or the array itself if `From` would take a
+        different read of the tensor or different columns of the row."""
         planned, source = next(pair for pair in self._runs.items() if self._schedule.gives(pair[0], read, write))
         columns = {ref.columns for ref in (*read.refs, *write.refs)}
         if len(columns) == 1 and not is_shared(planned, read):
@@ -484,7 +484,7 @@ class Execution:
     # -- errors
 
     def _blame(self, batch: list[Planned], error: PatchclampError) -> None:
-        """Fail the prompt whose index is in an error's path or, without one, all prompts of the call."""
+        """Fail the prompt whose index is in the error's path or, if the path has no index, all prompts of the call."""
         match = re.match(r"prompt (\d+)\.?", error.path or "")
         if match is not None:
             error = type(error)(error.message, (error.path or "")[match.end() :] or None)
