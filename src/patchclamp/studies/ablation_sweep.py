@@ -35,7 +35,7 @@ class AblationSweep(PromptGrid):
     command = "ablate"
 
     sites: inputs.Sites = ("attn_out", "mlp_out")
-    """Sites with or without layers, heads, neurons or experts: attn_out, mlp_out, z."""
+    """Sites, optionally with indices of layers, heads, neurons or experts: attn_out, mlp_out, z."""
     positions: inputs.Positions = None
     """Columns of the grid: selections of the prompt, each ablated as a whole, or a mapping of labels to selections;
     "each" makes one column per token. By default one column, the whole prompt."""

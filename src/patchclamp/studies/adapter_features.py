@@ -1,7 +1,7 @@
 """The features of a sparse autoencoder under the base model and under a LoRA adapter, on the same prompts.
 
-A feature's mean activation is over all rows, including rows where it is 0; its firing rate is the share of rows where
-it is active. The SAE was trained on the base model, so it may miss features that the adapter adds.
+A feature's mean activation is over all rows, including rows where it is 0; its firing rate is the fraction of rows
+where it is active. The SAE was trained on the base model, so it may miss features that the adapter adds.
 Source: Kissane et al. 2024, "SAEs (usually) transfer between base and chat models"; Bricken et al. 2024, "Stage-wise
 model diffing".
 
@@ -55,8 +55,8 @@ class FeatureSums(msgspec.Struct, frozen=True, array_like=True):
 
 class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`means`, `rates` [2, K]: mean activation and firing rate of each of `features` [K] over `rows` rows, under the
-    base model and under the adapter. `full` [2]: the share of rows that reach the limit of `kept` features, and may
-    lack smaller ones; 0 if the caller chose the features.
+    base model and under the adapter. `full` [2]: the fraction of rows with `kept` active features, whose smaller
+    features may be missing; 0 if the caller chose the features.
     """
 
     sae: str
@@ -81,7 +81,7 @@ class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return frame.iloc[active[order]].reset_index(drop=True)
 
     def picture(self) -> TokenGrid:
-        """Return plot data: the means and firing rates of the features that differ most, and a table of the same."""
+        """Return plot data: the features whose means differ most, as panels and as a table."""
         frame = self.to_frame().iloc[:SHOWN]
         cut = f" {style.percent(float(self.full.max()))} of rows may have more active features than were read."
         table = [(str(one.feature), *map(style.number, (one.mean_base, one.mean_adapter)),
@@ -131,7 +131,7 @@ class AdapterFeatures(Study):
     not_served = "it requires a LoRA adapter, which clients of a server cannot use"
 
     sae: inputs.SAEField
-    """An SAE, or the name of an attached one; on the command line also its folder or file."""
+    """An SAE, or the name of an attached SAE; on the command line also an SAE's folder or file."""
     prompts: inputs.PromptFile
     """The data set: texts or token ids."""
     lora: Annotated[Any, Arg(as_file)]
@@ -141,7 +141,7 @@ class AdapterFeatures(Study):
     features: inputs.FeatureIds = ()
     """Features to compare; all by default."""
     kept: inputs.Kept = inputs.MAX_TOP
-    """Number of largest features to read per token if `features` is empty; smaller ones count as 0."""
+    """If `features` is empty, number of features to read per token, largest first; all others count as 0."""
     tokens: inputs.Selected = every
     """Tokens whose rows are read; all by default."""
 

@@ -1,10 +1,10 @@
-"""The flow of information through attention: rollout through all layers, and edges weighted by a head's output.
+"""The flow of information through attention: rollout through all layers, and edges weighted by the heads' outputs.
 
-Attention patterns alone overstate tokens with small value vectors, such as the first token. So an edge from a query to
-a key is weighted by what the head writes for it, α · v W_O: by the length of that vector, or its share of a logit.
+Attention patterns alone overstate tokens with small value vectors, such as the first token. So an edge is weighted by
+its part of the head's output, α · v W_O: by its norm, or its direct contribution to a logit.
 
 Source: Abnar and Zuidema 2020 (arXiv:2005.00928), section 3, for the rollout; Kobayashi et al. 2020 (arXiv:2004.10102),
-equation 5, for the lengths; Elhage et al. 2021, "A mathematical framework for transformer circuits", for the shares.
+equation 5, for norms; Elhage et al. 2021, "A mathematical framework for transformer circuits", for contributions.
 
 T tokens · Q queries · L layers · H heads · E head size · D model width · V vocabulary
 """
@@ -40,8 +40,8 @@ READ = ("v", "z", "attn_out")  # sites needed for edges, besides the pattern
 def by_layer(
     lm: LM, prompts: Sequence[list[int]], layers: Sequence[int], tokens: TokensLike, also: Sequence[str] = ()
 ) -> Iterator[tuple[int, list[Run]]]:
-    """Yield (layer, runs): one run per prompt, with the layer's patterns at the queries `tokens`, and the sites `also`.
-    A call captures as many layers as fit in `MAX_BYTES`; its runs are closed after the last of them."""
+    """Yield (layer, runs), with one run per prompt that captured the layer's patterns at the query tokens `tokens`, and
+    the sites `also`. Each call of `lm.run` captures as many layers as fit in `MAX_BYTES`; then its runs are closed."""
     size = 4 * lm.sites.sizes.heads * sum(len(ids) ** 2 for ids in prompts)
     together = max(MAX_BYTES // size, 1)
     for first in range(0, len(layers), together):
@@ -57,15 +57,15 @@ def by_layer(
 
 
 class AttentionRolloutResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`rollout` [T, T]: each prompt token's share (columns) in each token (rows), after the last of `layers`. Rows sum
-    to 1."""
+    """`rollout` [T, T]: weight of each prompt token (columns) in each token's state (rows), after the last of `layers`.
+    Rows sum to 1."""
 
     prompt_tokens: tuple[str, ...]
     layers: tuple[int, ...]
     rollout: np.ndarray
 
     def picture(self) -> AttentionMaps:
-        """Return plot data: the rollout as a heatmap, and as weights on the text's tokens."""
+        """Return plot data: the rollout as a heatmap, and as weights on the prompt's tokens."""
         return AttentionMaps(
             title=f"Attention rollout through layers {style.positions(self.layers)}", provenance=self.provenance.where,
             explained=("Each row is a token, each column the share of an earlier one in it: the product over layers of "
@@ -90,7 +90,7 @@ class AttentionRollout(Study):
     prompt: inputs.Prompt
     """Prompt, as text or token ids."""
     layers: inputs.Layers = None
-    """Layers to include; all with attention by default."""
+    """Layers to include; by default all layers with attention."""
 
     def _run(self, lm: LM, *, show_progress: inputs.Progress = None) -> AttentionRolloutResult:
         words, layers = inputs.words_of(lm, self.prompt, "prompt"), inputs.layers_of(lm, "pattern", self.layers)
@@ -122,9 +122,9 @@ class AttentionEdge(PublicStruct, frozen=True):
 class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Edges from the tokens at `positions` to all tokens, in the heads of `layers`.
 
-    `lengths` [L, H, Q, T]: α ‖v W_O‖, the length of the head's output for the edge, before any post-attention norm.
-    `shares` [L, H, Q, T]: the edge's direct effect on the logit of `answer` at the query, minus that on `foil`'s logit;
-    [0, H, Q, T] without an answer. A query's shares add up to the head's direct logit attribution.
+    `lengths` [L, H, Q, T]: α ‖v W_O‖, the norm of the edge's part of the head's output, before any post-attention norm.
+    `shares` [L, H, Q, T]: the edge's direct contribution to the logit of `answer` at the query, minus that to the logit
+    of `foil`; [0, H, Q, T] without an answer. The sum over keys is the head's direct logit attribution.
     """
 
     prompt_tokens: tuple[str, ...]
@@ -137,7 +137,7 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def values(self) -> np.ndarray:
-        """`shares`, or `lengths` if there is no answer, [L, H, Q, T]."""
+        """The weights that rank edges, [L, H, Q, T]: `shares`, or `lengths` if there is no answer."""
         return self.lengths if self.answer is None else self.shares
 
     def best(self, count: int = 10) -> list[AttentionEdge]:
@@ -194,7 +194,7 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class AttentionEdges(Study):
-    """Weight each edge from a query to a key by what the head writes for it: the length, and the share of a logit.
+    """Weight each attention edge by the norm of its part of the head's output, and by its contribution to a logit.
 
     Raises: `ModelError` if a head's output is not its values weighted by its pattern, or the weights do not reproduce a
     part of the model; `CapacityError` for more than 2²⁶ edges; and the error of any run.
@@ -210,7 +210,7 @@ class AttentionEdges(Study):
     foil: inputs.Answer = None
     """Token to compare the answer with."""
     layers: inputs.Layers = None
-    """Layers to include; all with attention by default."""
+    """Layers to include; by default all layers with attention."""
     tokens: inputs.Selected | None = None
     """Query tokens; by default the last token if there is an answer, otherwise all."""
 
@@ -259,8 +259,8 @@ attention_edges: Callable[..., AttentionEdgesResult] = AttentionEdges.short_form
 
 
 def _towards(lm: LM, ids: list[int], compared: list[int], rows: list[int]) -> torch.Tensor:
-    """Return, for each query, the direction in the final stream that raises the logit of `compared[0]`, or its
-    difference from the logit of `compared[1]` if given: [Q, D], with the final norm's scale frozen."""
+    """Return the gradient [Q, D] of the logit of `compared[0]`, minus the logit of `compared[1]` if given, with respect
+    to each query's final stream, with the final norm's scale frozen."""
     import torch
 
     unembedding = proved_unembedding(lm, ids)

@@ -46,7 +46,7 @@ class AttributedRow(msgspec.Struct, frozen=True):
 
 
 class Estimate(PublicStruct, frozen=True):
-    """A cell, its estimated effect, and the effect of its exact patch; None if it was not patched."""
+    """A cell with its estimated effect, and the measured effect of its exact patch (None if it was not patched)."""
 
     row: AttributedRow
     column: Column
@@ -91,7 +91,7 @@ class AttributionPatchingResult(Proposal[Estimate], frozen=True, eq=False, kw_on
         return map(self._panel, dict.fromkeys(row.site for row in self.rows))
 
     def _panel(self, site: str) -> GridPanel:
-        """Return a site's panel: layers by tokens, or layers by heads, summed over positions."""
+        """Return a site's panel: layers × tokens or, for a site with heads, layers × heads summed over positions."""
         numbers = [r for r, row in enumerate(self.rows) if row.site == site]
         if self.rows[numbers[0]].head is not None:
             return self._heads(site, numbers)
@@ -128,7 +128,7 @@ HEADED = ("q", "k", "v", "z")  # sites whose heads are patched one by one
 
 
 class _RowCandidates(Candidates):
-    """Candidates in which a cell is a grid row at an aligned position."""
+    """Candidates whose cells are grid rows at aligned positions."""
 
     result = AttributionPatchingResult
 
@@ -176,7 +176,7 @@ class AttributionPatching(GradientStudy):
     sites: Sites = DEFAULT_SITES
     """Site names; each head of q, k, v and z is a row of its own."""
     layers: Layers = None
-    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    """Layers for sites given without an index: a number, a list, or a range such as "0:12"; all by default."""
 
 
 def _rows(lm: LM, sites: Sequence[Any], layers: Any) -> list[AttributedRow]:

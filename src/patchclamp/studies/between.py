@@ -37,7 +37,7 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
 
     estimates: first-order change of the corrupt run's metric if the cell had its clean value
     exact: measured change; NaN for cells that were not patched
-    sampled: True for cells that were verified because they were drawn at random, not for a large estimate
+    sampled: True for cells that were drawn at random for verification, not chosen for a large estimate
     metric: name of the metric; `clean` and `corrupt` are its values in the unpatched runs · steps: number of gradients
         averaged from corrupt to clean; 0: the gradient of the corrupt run alone · verified_on: model and engine of the
         exact patches · noise_floor: difference between two unpatched runs on that engine
@@ -95,7 +95,7 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
         raise NotImplementedError
 
     def marks(self, exact: np.ndarray) -> dict[str, Any]:
-        """Return outlines and notes for a panel's verified cells."""
+        """Return the outlines and hover notes that mark a panel's verified cells."""
         notes = [["" if np.isnan(value) else f"exact patch: {style.signed(float(value))}" for value in row]
                  for row in exact]  # fmt: skip
         return {"notes": tuple(map(tuple, notes)),
@@ -192,8 +192,8 @@ class GradedAnswer:
                 for token in self._tokens}  # fmt: skip
 
     def gradients(self, ids: list[int], points: list[int], stream: np.ndarray | None = None) -> Gradients:
-        """Return the rows at `points`, and the gradients of the metric there. A metric that is nonlinear in
-        log-probabilities takes one more run. Raises `EngineError` without gradients."""
+        """Return the rows at `points`, and the metric's gradients with respect to them. A metric that is nonlinear in
+        log-probabilities takes a second run. Raises `EngineError` if the engine has no gradients."""
         engine, linear = self._lm.engine, self.graded.custom is None and self.graded.metric != "prob"
         scores = dict.fromkeys(self._tokens, 0.0)
         if not linear:
@@ -206,7 +206,7 @@ class Candidates(GradedAnswer):
     """A study's cells, its two aligned prompts, and the graded tokens. A cell's number is its index in the flattened
     estimates.
 
-    result: the study's result class · fields: its fields beyond `Proposal`'s
+    result: the study's result class · fields: values of the fields that it adds to `Proposal`
     ids: token ids of the clean and the corrupt prompt · tokens: their texts · columns: the aligned positions ·
     clean_at, corrupt_at: the same positions as arrays · clean, corrupt: rows and gradients of both runs
     sources: number of prompts captured for exact patches: 1 (the clean prompt) or 2 (both)
@@ -245,7 +245,7 @@ class Candidates(GradedAnswer):
         raise NotImplementedError
 
     def read(self, points: Sequence[int]) -> None:
-        """Run both prompts, and keep rows and gradients at `points`. Raises `EngineError` without gradients."""
+        """Run both prompts, and keep rows and gradients at `points`. Raises: as `gradients`."""
         self._first = self._lm.sites.resolve(Site("resid_pre", 0))[0].point
         self._points = sorted({*points, self._first})
         self.clean, self.corrupt = (self.gradients(ids, self._points) for ids in self.ids)
@@ -268,7 +268,7 @@ class Candidates(GradedAnswer):
 
     @property
     def scale(self) -> tuple[float, float]:
-        """(offset, factor) such that the metric is (value − offset) · factor."""
+        """(offset, factor) that normalise a metric: (value − offset) · factor."""
         return self.graded.scale(self.value(self.clean), self.value(self.corrupt))
 
     @property
@@ -292,7 +292,7 @@ class GradientStudy(Study):
     clean: inputs.Prompt
     """Prompt whose activations are patched in, as text or token ids."""
     corrupt: inputs.Prompt
-    """Prompt that is run with these activations."""
+    """Prompt that the activations are patched into."""
     answer: inputs.Answer
     """Expected answer of the clean prompt: one token, with its leading space."""
     foil: inputs.Answer = None
@@ -301,14 +301,14 @@ class GradientStudy(Study):
     """Metric: logit_diff, recovered, logprob or prob, or a Python function of log-probabilities (`Metric`, with top=0).
     By default the logit difference, or log p(answer) without a foil."""
     match: inputs.Matched = None
-    """Corresponding tokens of prompts that differ in length, instead of the automatic alignment: a `Match` or, as text,
+    """Tokens to pair if the prompts differ in length; other tokens are aligned automatically. A `Match` or, as text,
     JSON with clean, corrupt and align."""
     steps: inputs.Whole = 0
-    """Number of gradients to average along the path to the clean prompt; 0 takes only the corrupt run's."""
+    """Number of gradients to average on the path from the corrupt to the clean prompt; 0: the corrupt run's alone."""
     verify: inputs.Whole = 32
     """Number of largest estimates to verify by exact patches."""
     sample: inputs.Whole = 32
-    """Number of other cells, drawn at random, to verify for an unbiased correlation."""
+    """Number of other cells to verify, drawn at random for an unbiased correlation."""
     seed: inputs.Whole = 0
     """Seed of the random draw."""
 

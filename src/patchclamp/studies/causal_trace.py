@@ -45,7 +45,7 @@ class CausalTrace(PromptGrid):
     command = "causal-trace"
 
     subject: inputs.Subject
-    """Text in the prompt whose embeddings are noised, or a selection; one per prompt."""
+    """Text in the prompt, or a selection, whose embeddings are noised; a list gives one per prompt."""
     sites: inputs.Sites = ("resid_post",)
     """Sites to restore: resid_post, attn_out, mlp_out."""
     positions: inputs.Positions = None
@@ -105,7 +105,7 @@ class _TracePlan(GridPlan):
 
 
 def _selection(subject: Any, path: str) -> Any:
-    """Parse a selection; text that is not a selection selects the span that consists of this text."""
+    """Parse a selection; text that is not a selection selects its occurrence in the prompt."""
     if not isinstance(subject, str):
         return subject
     with contextlib.suppress(PatchclampError):

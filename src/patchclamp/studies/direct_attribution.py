@@ -1,8 +1,7 @@
-"""Direct logit attribution: how much does each layer, head and neuron add to the answer's logit by itself?
+"""Direct logit attribution: how much does each layer, head and neuron contribute directly to the answer's logit?
 
-The final stream is the sum of what the embedding, every attention and every MLP write. With the final norm frozen at
-its scale in that run, the logits are a sum over the same parts. A part's indirect effect through later layers is not
-included.
+The final stream is the sum of the outputs of the embedding and of all attention and MLP layers. With the final norm's
+scale frozen, the logits are a sum over the same parts. A part's indirect effect through later layers is not included.
 
 Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; Wang et al. 2022 (arXiv:2211.00593),
 section 3.1, with the norm's scale frozen as in its appendix A.
@@ -43,13 +42,14 @@ class Share(PublicStruct, frozen=True):
 
 
 class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`shares` [N, C] of the `parts` ("embed", "attn_out[0]", …, "bias") add up to `totals` [N], the difference
-    logit(answer) − logit(foil) that our readout computes from the final stream, before any cap on the logits.
-    `unexplained` [N] is the rounding error of the sum. `logit_diffs` [N] is the model's own difference, before the cap.
-    Without a foil, the difference is logit(answer).
+    """`shares` [N, C]: contributions of the `parts` ("embed", "attn_out[0]", …, "bias") to logit(answer) − logit(foil)
+    or, without a foil, to logit(answer). They add up to `totals` [N], computed from the final stream before any cap on
+    the logits, with the rounding error `unexplained` [N]. `logit_diffs` [N]: the same difference from the model's
+    logits.
 
-    `heads` [N, L, H] and `head_biases` [N, L] add up to their layer's `attn_out`, `neurons` [N, L, M] and
-    `neuron_biases` to its `mlp_out`; NaN in layers without them, and [N, L, 0] if they were not requested.
+    `heads` [N, L, H] and `head_biases` [N, L] add up to the contribution of the layer's `attn_out`, `neurons` [N, L, M]
+    and `neuron_biases` [N, L] to that of its `mlp_out`. NaN in layers without heads or neurons; [N, L, 0] if not
+    requested.
     """
 
     prompts: tuple[str, ...]
@@ -93,7 +93,7 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame(rows)
 
     def picture(self) -> TokenGrid:
-        """Return plot data: a panel of heads, one of layers, and a table of the largest parts."""
+        """Return plot data: panels of heads and layers, and a table of the largest contributions."""
         what = self._quantity()
         panels = [self._heads()] if self.heads.shape[2] else []
         mean = float(self.logit_diffs.mean())
@@ -170,7 +170,7 @@ class DirectAttribution(Study):
     answer: Answers
     """Expected answer: one token, as text or id, or one per prompt."""
     foil: Answers = None
-    """Token, or one per prompt, to compare the answer with; without a foil the answer's logit is attributed."""
+    """Token to compare the answer with, or one per prompt; without a foil the answer's logit is attributed."""
     by: Parts = BY
     """Kinds of parts to report: layer, head, neuron."""
 

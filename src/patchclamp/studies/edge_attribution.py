@@ -2,9 +2,9 @@
 edges exactly. The effect of an edge is the change in the metric if v read u's output from the clean run.
 
 Each receiver reads the stream through its own norm. To first order, the effect of an edge u → v is the difference
-(clean − corrupt) of u's output, times the gradient at the stream as v alone reads it. An exact patch of the edge gives
-v alone the corrupt stream with u's clean output in it, through v's norm. This is a single edit at `attn_in`, `mlp_in`
-or the final stream.
+(clean − corrupt) of u's output, times the gradient with respect to the stream as read by v. An exact patch replaces u's
+output by its clean value in the corrupt stream that v alone reads, and applies v's norm. This is a single edit at
+`attn_in`, `mlp_in` or the final stream.
 
 Source: Syed et al. 2023 (arXiv:2310.10348), equation 3; with `steps`, Hanna et al. 2024 (arXiv:2403.17806), equation 3.
 
@@ -135,7 +135,7 @@ class _EdgeCandidates(Candidates):
         return [self._receivers[r].stream or self._receivers[r].site, self._senders[s].site]
 
     def edit(self, number: int, runs: list[Run]) -> Replace:
-        """Return an edit that gives the receiver the corrupt stream with the sender's clean output in it."""
+        """Return an edit that replaces the sender's output by its clean value in the receiver's input."""
         import torch
 
         r, s = divmod(number, len(self._senders))
@@ -150,8 +150,8 @@ class _EdgeCandidates(Candidates):
 
 
 def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
-    """Return senders and receivers in computation order. Raises `UnsupportedSite` for a model that changes the
-    stream between them."""
+    """Return senders and receivers in computation order. Raises `UnsupportedSite` for a model that modifies the stream
+    after each layer."""
     family = lm.sites.family
     if family.afterwards:
         raise UnsupportedSite(

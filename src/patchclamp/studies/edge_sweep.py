@@ -35,9 +35,9 @@ class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
 class EdgeSweep(PromptGrid):
     """Knock out attention from queries to keys, by layers and heads, and show where the answer suffers.
 
-    A cell is a window of layers, all heads or a group of heads, and a column's queries and keys. A cell has only
-    queries that can attend to at least one of its keys and to some other key; `skipped` lists queries in no cell.
-    Effects are relative to the unedited run.
+    A cell is a window of layers, all heads or a group of heads, and a column's queries and keys. A cell includes a
+    query only if it can attend to at least one of the cell's keys and to another token; `skipped` lists queries that no
+    cell includes. Effects are relative to the unedited run.
 
     Raises: `ProgramError` for a wrong argument, `TokensError` for an empty selection, and the error of any run.
     """
@@ -70,7 +70,7 @@ class EdgeSweep(PromptGrid):
                          seed=self.seed, verb="knocking out")  # fmt: skip
 
     def _columns(self, lm: LM, words: Words, number: int, count: int) -> tuple[dict[tuple[int, int], Column], set[int]]:
-        """Return a prompt's columns by (query, key) selection index, and the queries in no column."""
+        """Return a prompt's columns by (query, key) selection index, and the queries that no column includes."""
         keys = inputs.columns_of(lm, words, range(len(words.ids)), self.positions, number, count,
                                  lambda label, at, _: Column(label, (), at))  # fmt: skip
         listed = list(self.queries) if isinstance(self.queries, (list, tuple)) else [self.queries]

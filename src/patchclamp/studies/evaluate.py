@@ -1,5 +1,4 @@
-"""Evaluate variants of a model (programs) on questions, in one batch: each variant's scores, and their differences from
-the first variant's.
+"""Evaluate variants of a model (programs) on questions in one batch, and compare their scores with the first variant's.
 
 A choice's score is its log-probability after the prompt (teacher forcing), and a variant's answer is the choice with
 the highest score. Prompt and choice are tokenised together, as in lm-evaluation-harness. Differences are paired by
@@ -55,7 +54,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def samples_in(file: str) -> list[Any]:
-    """Return a file's lines, each a `Sample` as JSON, or the questions of an lm-evaluation-harness task."""
+    """Return the samples in a JSON-lines file, as JSON objects, or the questions of an lm-evaluation-harness task."""
     if not Path(file).suffix and not Path(file).is_file():
         return _task_samples(file)
     found = []
@@ -156,7 +155,7 @@ class EvaluateResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Return plot data: the mean differences from the first variant, with its means and the intervals as text."""
+        """Return plot data: mean differences from the first variant as colours, and means with intervals as text."""
         means_MV = self.values.mean(-1)
         texts = [[
             style.number(means_MV[m, v]) + (f" ({style.signed(low)} … {style.signed(high)})" if v else "")
@@ -189,12 +188,12 @@ class Evaluate(Study):
     not_served = "its programs come from the client; run it in the client with pc.LM(url)"
 
     samples: Annotated[Any, Arg(_samples, samples_in)]
-    """A JSON-lines file, or a list, of objects with a prompt, choices and an answer: the correct choice's index or
-    text. Without choices, only the answer's log-probability is measured. Or the name of a multiple-choice task of
-    lm-evaluation-harness, which must be installed."""
+    """A list, or a JSON-lines file, of objects with a prompt, choices, and an answer (the correct choice's index or
+    text). Without choices, only the answer's log-probability is measured. If lm-evaluation-harness is installed, also
+    the name of one of its multiple-choice tasks."""
     variants: Annotated[Any, Arg(_variants, inputs.edits_in, many=True, option="variant")] = ((),)
-    """Programs: a list, or a mapping by name, None for the unedited model. The others are compared with the first. On
-    the command line, JSON, a .json file, or [] for the unedited model."""
+    """Programs: a list, or a mapping by name; None is the unedited model. Each is compared with the first. On the
+    command line: JSON, a .json file, or [] for the unedited model."""
     chat: inputs.Flag = False
     """Send each prompt as the user turn of a chat; a choice is then the start of the reply, tokenised alone."""
     seed: inputs.Whole = 0
@@ -236,13 +235,13 @@ class Evaluate(Study):
 
 
 def _tokens(lm: LM, prompt: str, text: str, chat: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokenise a prompt and its continuation jointly, with the spaces between them in the continuation, or, with
-    `chat`, as a user turn and the start of the reply."""
+    """Tokenise a prompt and its continuation jointly; spaces between them belong to the continuation. With `chat`,
+    tokenise a user turn and, separately, the start of the reply."""
     before = prompt.rstrip()
     known = lm.tokens(messages=[{"role": "user", "content": before}]) if chat else lm.tokenizer.encode(before)
     count, ids = len(known), known + lm.tokenizer.bare(text) if chat else lm.tokenizer.encode(prompt + text)
     if not 0 < count < len(ids):
-        raise TokensError(f"expected at least one token before {text!r} and in it, got {count} and {len(ids) - count}")
+        raise TokensError(f"expected tokens before {text!r} and in it, got {count} before and {len(ids) - count} in it")
     return tuple(ids[:count]), tuple(ids[count:])
 
 

@@ -44,7 +44,7 @@ class EvaluateSAEResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`losses` [P, 3]: mean negative log-probability of a prompt's tokens except the first, in nats: unedited, with the
     SAE, and ablated; `predicted` [P]: the number of these tokens. `l0` [P]: mean number of active features per row.
     `rows` [P]: the number of encoded rows; `error`, `variance` [P]: Σ |row − reconstruction|² and Σ |row − mean|² over
-    encoded rows, with the mean over all prompts. `density` [F]: the share of all rows where a feature is active.
+    encoded rows, with the mean over all prompts. `density` [F]: the fraction of all rows where a feature is active.
     """
 
     sae: str
@@ -118,13 +118,13 @@ class EvaluateSAE(Study):
     positional = 2
 
     sae: inputs.SAEField
-    """An SAE, or the name of an attached one; on the command line also its folder or file."""
+    """An SAE, or the name of an attached SAE; on the command line also an SAE's folder or file."""
     prompts: inputs.PromptFile
     """The data set: texts or token ids, of at least two tokens each."""
     at: inputs.SiteField = None
     """Site that the SAE reads, if its file does not name it."""
     ablation: Literal["zeros", "mean"] = "zeros"
-    """Ablation to compare the loss with: zeros, or the data set's mean row."""
+    """Replacement for rows in the ablated model: zeros, or the data set's mean row."""
     tokens: inputs.Selected = every
     """Tokens whose rows are encoded, replaced and ablated; all by default. The loss covers all tokens but the first."""
 

@@ -3,7 +3,7 @@
 A prompt's active features are ablated one by one: each becomes 0, and the SAE's reconstruction error is kept. The
 effect is the unedited run's metric minus the ablated run's. To first order it is f · (∂m/∂h · d), for a feature with
 value f and decoder row d, so one gradient estimates all effects. The largest are verified exactly. The faithfulness of
-n features is the share of the metric that remains when all other active features are ablated.
+n features is the fraction of the metric that remains when all other active features are ablated.
 
 Source: Marks et al. 2024, "Sparse feature circuits" (arXiv:2403.19647), with ablation to 0; Nanda 2023, "Attribution
 patching: activation patching at industrial scale".
@@ -36,12 +36,12 @@ Cell = tuple[int, tuple[int, ...]]  # a feature, and the positions where it is a
 
 
 class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`features`, `positions` [C]: each cell's feature and position, −1 for all tokens; `values` [C]: the feature's
-    largest value there. `estimates`, `exact` [C]: its effect on the metric, from the gradient and from an ablation; NaN
-    if not computed. `active` [N, 2], `active_values` [N]: active features as (position, id), and their values.
+    """`features`, `positions` [C]: each cell's feature and position, −1 for all tokens; `values` [C]: the largest
+    value. `estimates`, `exact` [C]: the effect on the metric, from the gradient and from an ablation; NaN if not
+    computed. `active` [N, 2], `active_values` [N]: active features as (position, id), and their values.
 
-    kept [K]: the metric with only the `sizes` [K] best cells kept, ranked by estimates if available
-    clean: the unedited metric · noise_floor: its change in a second run · verified_on: engine of the ablations
+    kept [K]: the metric with all but the n best cells ablated, n from `sizes` [K]; ranked by estimates if available
+    clean: the unedited run's metric · noise_floor: its change in a second run · verified_on: engine of the ablations
     """
 
     sae: str
@@ -64,7 +64,7 @@ class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True)
 
     @property
     def faithfulness(self) -> np.ndarray:
-        """The share of the metric that the best cells preserve [K]: 0 without any, 1 for the unedited run."""
+        """The fraction of the metric that the n best cells preserve, [K]: 0 if all are ablated, 1 if none is."""
         return (self.kept - self.kept[0]) / (self.clean - self.kept[0])
 
     def to_frame(self) -> pandas.DataFrame:
@@ -125,7 +125,7 @@ class FeatureAttribution(Study):
     command = "features"
 
     sae: inputs.SAEField
-    """An SAE, or the name of an attached one; on the command line also its folder or file."""
+    """An SAE, or the name of an attached SAE; on the command line also an SAE's folder or file."""
     prompt: inputs.Prompt
     """Prompt, as text or token ids."""
     answer: inputs.Answer
@@ -220,7 +220,7 @@ feature_attribution: Callable[..., FeatureAttributionResult] = FeatureAttributio
 
 
 def _ablation(name: str, cells: Sequence[Cell]) -> list[Op]:
-    """Return edits that ablate `cells`: one per set of positions, because every edit encodes its rows again."""
+    """Return edits that ablate `cells`, grouped by positions, because every edit encodes its rows again."""
     by_positions: dict[tuple[int, ...], list[int]] = {}
     for feature, positions in cells:
         by_positions.setdefault(positions, []).append(feature)

@@ -47,7 +47,7 @@ class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     matrix [L, D, D], bias [L, D]: the row h is read as A h + b
     kl, plain_kl [L]: mean KL divergence of the lens from the model, in nats, with and without translators, over the
         rows of held-out prompts
-    agreement, plain_agreement [L]: the share of these rows whose likeliest token matches the model's
+    agreement, plain_agreement [L]: the fraction of these rows whose likeliest token matches the model's
     rows: the number of held-out rows
     """
 
@@ -64,7 +64,7 @@ class FitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def translators(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """(A, b) by layer, as `pc.Lens` and `logit_lens` take them; both also accept this result or its file."""
+        """(A, b) by layer, as accepted by `pc.Lens` and `logit_lens`; both also accept this result or its file."""
         return {layer: (self.matrix[i], self.bias[i]) for i, layer in enumerate(self.layers)}
 
     def to_frame(self) -> pandas.DataFrame:
@@ -104,7 +104,7 @@ def _steps(steps: Any, path: str) -> int:
 
 def _share(share: Any, path: str) -> float:
     if not 0 < (number := inputs.as_float(share, path)) < 1:
-        raise ProgramError(f"expected a share between 0 and 1, got {share!r}", path)
+        raise ProgramError(f"expected a fraction between 0 and 1, got {share!r}", path)
     return number
 
 
@@ -130,13 +130,13 @@ class FitLens(Study):
     site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, such as resid_post or resid_mid."""
     layers: inputs.Layers = None
-    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    """Layers for sites given without an index: a number, a list, or a range such as "0:12"; all by default."""
     tokens: inputs.Selected = prompt
     """Tokens of each prompt to fit on; the Jacobian lens paper leaves out the first 16 and the last."""
     chat: inputs.Flag = False
     """Send each prompt as the user turn of a chat."""
     held_out: Annotated[float, Arg(_share, float)] = 0.2
-    """Share of the prompts on which the lens is measured; at least one prompt."""
+    """Fraction of the prompts held out to measure the lens; at least one prompt."""
     steps: Annotated[int, Arg(_steps, int)] = 250
     """Training steps of a tuned lens (Adam; the learning rate falls to 0)."""
     step_prompts: inputs.Positive = 16
@@ -186,7 +186,7 @@ class _Fit:
         self._unembedding: Unembedding = _moved(FromWeights(lm, list(prompts[0].ids)).unembedding, self._device)
 
     def tuned(self, draws: np.random.Generator, advance: Callable[[int], None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Train and return A [L, D, D] and b [L, D], starting from A = 1 and b = 0."""
+        """Train and return A [L, D, D] and b [L, D], initialised to the identity and to 0."""
         import torch
 
         width, steps, end = self._lm.model.d_model, self._study.steps, self._points([LAST])
@@ -224,7 +224,7 @@ class _Fit:
     def measured(
         self, test: list[inputs.EncodedPrompt], matrix_LDD: torch.Tensor, bias_LD: torch.Tensor
     ) -> tuple[np.ndarray, int]:
-        """Return the four `MEASURED` quantities [4, L] on held-out prompts, and the number of rows."""
+        """Measure the lens on held-out prompts: the four `MEASURED` quantities [4, L], and the number of rows."""
         import torch
 
         sums, count = np.zeros((len(MEASURED), len(self._sites))), 0
@@ -240,8 +240,8 @@ class _Fit:
         return sums / count, count
 
     def _read(self, part: Sequence[inputs.EncodedPrompt]) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], float]]:
-        """Yield the model's log-probabilities [n, V] and the sites' rows [n, D], a few tokens at a time, with their
-        share of all tokens."""
+        """Yield the model's log-probabilities [n, V] and each site's rows [n, D] for a chunk of tokens, and the chunk's
+        fraction of all tokens."""
         import torch
 
         sites = [*self._sites, Site(LAST.name, self._lm.model.layers - 1)]
@@ -263,7 +263,7 @@ class _Fit:
         return self._unembedding(rows_ND).log_softmax(-1)
 
     def _batches(self, draws: np.random.Generator) -> Iterator[list[inputs.EncodedPrompt]]:
-        """Yield the prompts of each step: repeated passes over all prompts, in random order."""
+        """Yield the prompts of each training step, from repeated passes over all prompts in random order."""
         while True:
             yield from parts([self.prompts[i] for i in draws.permutation(len(self.prompts))], self._study.step_prompts)
 
@@ -296,12 +296,12 @@ class LensFile(NamedTuple):
 @inputs.checked
 def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_pre"] = "resid_post") -> LensFile:
     """Read translators for `pc.Lens` and `logit_lens` from another package's file or its folder: `params.pt` of
-    tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` are passed by path instead.
+    tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` need no reading: pass their path.
 
     site: "resid_post" or "resid_pre", the site that layer indices refer to; resid_pre[l + 1] is resid_post[l].
         tuned-lens starts at resid_pre[0] (the embedding) and lacks the last resid_post
 
-    Files are read by `torch.load(weights_only=True)`, which runs no code. Raises `ProgramError` for any other file.
+    Files are read by `torch.load(weights_only=True)`, which runs no code. Raises `ProgramError` for other files.
     """
     import torch
 

@@ -57,10 +57,10 @@ RATES = (0.0, 0.01, 0.02, *(n / 20 for n in range(1, 20)))  # false positive rat
 class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Probes at the `layers` of a `site`, and their out-of-fold log-odds of the N rows.
 
-    tokens, pool: the rows' selection and pooling; tokens is "" if a harvest's filters cannot be written as one
+    tokens, pool: the rows' selection and pooling; tokens is "" if a harvest's filters are not a selection
     classes: labels of the negative and the positive class
     weight [L, D], bias [L]: w and b of the log-odds w · h + b, fitted on all rows
-    log_odds [L, N]: each row's log-odds from the probe fitted without its fold
+    log_odds [L, N]: each row's log-odds from the probe fitted without the row's fold
     fold_auroc [L, K]: AUROC of each fold's rows
     positive [N]: True for rows of the positive class
     document, fold [N]: each row's document and fold; identical prompts are one document
@@ -87,17 +87,17 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def auroc(self) -> np.ndarray:
-        """The mean AUROC of the folds [L]."""
+        """The AUROC, averaged over folds, [L]."""
         return self.fold_auroc.mean(1)
 
     @property
     def accuracy(self) -> np.ndarray:
-        """The share of rows on the right side of probability 0.5, out of fold [L]."""
+        """The out-of-fold accuracy at a probability threshold of 0.5, [L]."""
         return ((self.log_odds > 0) == self.positive).mean(1)
 
     @property
     def log_loss(self) -> np.ndarray:
-        """The mean of −log p(class of the row), out of fold, in nats [L]."""
+        """The out-of-fold log loss in nats, [L]: the mean of −log p(class of the row)."""
         return np.logaddexp(0, np.where(self.positive, -1, 1) * self.log_odds).mean(1)
 
     @property
@@ -115,12 +115,12 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return float(sigmoid(negative[int(rate * len(negative) + 1e-9)]))
 
     def recall(self, false_positive_rate: float = 0.01, layer: int | None = None) -> float:
-        """Return the share of positive rows whose score exceeds the `threshold`, out of fold."""
+        """Return the fraction of positive rows whose out-of-fold score exceeds the `threshold`."""
         scores = sigmoid(self.log_odds[self._at(layer), self.positive])
         return float((scores > self.threshold(false_positive_rate, layer)).mean())
 
     def calibration(self, layer: int | None = None, bins: int = 10) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return, for each non-empty score bin, the mean score, the share of positive rows, and the number of rows."""
+        """Return, for each non-empty score bin, the mean score, fraction of positive rows, and number of rows."""
         scores, bins = sigmoid(self.log_odds[self._at(layer)]), inputs.check_whole(bins, "bins", 1)
         bin_N = np.minimum((scores * bins).astype(int), bins - 1)
         counts = np.bincount(bin_N, minlength=bins)
@@ -209,9 +209,9 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class Examples(NamedTuple):
-    """The training rows, `rows(i)` [N, D] at `layers[i]`, and each row's label and document.
+    """Training data: `rows(i)` returns the rows [N, D] at `layers[i]`; each row has a label and a document.
 
-    tokens: the rows' selection, or "" · made: the rows' provenance · path: template of a document's path in errors
+    tokens: the rows' selection, or "" · made: the rows' provenance · path: template for a document's path in errors
     """
 
     layers: list[int]
@@ -224,7 +224,7 @@ class Examples(NamedTuple):
 
 
 def _labels(value: Any, path: str) -> Any:
-    """Read a column name, or a list of numbers and texts."""
+    """Check labels: a column name, or a list of numbers and texts."""
     labels = value if isinstance(value, str) else [as_plain(one) for one in as_items(value, path)]
     for i, one in enumerate(labels if isinstance(labels, list) else ()):
         if not isinstance(one, (str, int, float)) or one != one:
@@ -273,7 +273,7 @@ class FitProbe(Study):
     site: inputs.SiteField = "resid_post"
     """Site whose rows are read."""
     layers: inputs.Layers = None
-    """Layers to fit: all by default, a number, a list, or a range such as "0:12"."""
+    """Layers to fit: a number, a list, or a range such as "0:12"; all by default."""
     tokens: inputs.Selected | None = None
     """Tokens to read in each prompt; all by default. A harvest's tokens are fixed."""
     pool: Annotated[str | None, Arg(_pool)] = "mean"
@@ -281,9 +281,9 @@ class FitProbe(Study):
     chat: inputs.Flag = False
     """Send each prompt as the user turn of a chat."""
     method: Literal["logistic", "mean_difference"] = "logistic"
-    """logistic (regression) or mean_difference (of the classes, with the threshold at the midpoint)."""
+    """logistic (regression), or mean_difference (of the two classes, with the threshold at the midpoint)."""
     l2: Annotated[float, Arg(inputs.as_positive)] = 1.0
-    """L2 penalty of the logistic regression on standardised rows, 1/C of scikit-learn."""
+    """L2 penalty of the logistic regression on standardised rows: 1/C in scikit-learn."""
     folds: inputs.Positive = 5
     """Number of folds of the cross-validation."""
     seed: inputs.Whole = 0

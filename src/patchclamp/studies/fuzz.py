@@ -89,7 +89,7 @@ REFUSAL = (
 
 
 class Fuzz(msgspec.Struct, frozen=True):
-    """Makes edits for a strength and a seed: noise at the embedding, as in `language.ops.fuzz`, or at given sites."""
+    """Builds edits for a strength and a seed: noise at the embedding, as in `language.ops.fuzz`, or at given sites."""
 
     mode: str
     at: tuple[At, ...] | None
@@ -124,7 +124,7 @@ class Fuzz(msgspec.Struct, frozen=True):
 
 
 def _place(site: Any, number: int) -> At:
-    """Return the site and tokens of `at[number]`."""
+    """Parse `at[number]`, a site with optional tokens."""
     try:
         if isinstance(site, str):
             parse_edited_site(site.partition("@")[0])
@@ -135,7 +135,7 @@ def _place(site: Any, number: int) -> At:
 
 
 def _sampling(sampling: Any, path: str) -> dict[str, Any]:
-    """Read sampling parameters, named as in vLLM; those that the sweep sets itself are refused."""
+    """Check sampling parameters, named as in vLLM; parameters that the sweep sets itself are refused."""
     if not isinstance(sampling, Mapping):
         raise ProgramError(f"expected a mapping of sampling parameters, got {type(sampling).__name__}", path)
     for name, instead in (("n", "seeds="), ("seed", "seeds="), ("extra_args", "strengths= and mode=")):
@@ -152,7 +152,7 @@ def _pattern(pattern: Any, path: str) -> str:
 
 
 def _divergence(divergence: Any, path: str) -> str | int:
-    """Read the part of the first token's distribution to compare: full, none, or its k likeliest tokens."""
+    """Parse `divergence`, the part of the first token's distribution to compare: full, none, or k likeliest tokens."""
     if is_token_id(divergence):
         return inputs.check_whole(divergence, path, 1, MAX_SCORES)
     if not isinstance(divergence, str) or divergence not in ("full", "none"):
@@ -178,7 +178,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     Each measure is an array [P, L, S], NaN if it was not requested:
     exact: 1 if the answer equals the unfuzzed one, token by token, else 0
-    prefix: length of the prefix shared with the unfuzzed answer, as a share of the longer answer
+    prefix: length of the prefix shared with the unfuzzed answer, as a fraction of the longer answer
     kl, js: divergence of the first token's distribution from the unedited run's, in nats (`studies.metric`)
     perplexity: the answer's perplexity under the unedited model, exp of its tokens' mean negative log-probability
     refused: 1 if the answer matches the pattern `refusal`, else 0
@@ -267,7 +267,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return Curve(label, np.array(self.strengths), middle, low, high)
 
     def _share(self, label: str, values: np.ndarray) -> Curve:
-        """Return the share of ones, with Wilson's interval over prompts: a prompt's seeds are correlated, so each
+        """Return the fraction of ones, with Wilson's interval over prompts: a prompt's seeds are correlated, so each
         prompt counts once, with its mean over seeds."""
         low, high = wilson(values.mean(2).sum(0), values.shape[0])
         return Curve(label, np.array(self.strengths), values.mean((0, 2)), low, high)
@@ -300,7 +300,7 @@ class FuzzSweep(Study):
     at: Annotated[Any, Arg(many=True, option="site")] = None
     """Sites to add noise to, optionally with tokens, such as 'resid_post[8] @ prompt'; the embedding by default."""
     mode: Literal["noise", "scale"] = "noise"
-    """noise, or scale: multiply embeddings by 1 − strength."""
+    """noise: add noise; scale: multiply embeddings by 1 − strength."""
     relative: inputs.Flag = True
     """Multiply the noise by the row's root mean square."""
     chat: inputs.Flag = False
@@ -373,7 +373,7 @@ fuzz_sweep: Callable[..., FuzzSweepResult] = FuzzSweep.short_form("fuzz_sweep")
 
 
 def prefix_share(answer: Sequence[int], other: Sequence[int]) -> float:
-    """Return the length of the common prefix, as a share of the longer answer: 1 only for equal answers."""
+    """Return the length of the common prefix, as a fraction of the longer answer: 1 only for equal answers."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(answer, other, strict=False))
     return sum(1 for _ in same) / max(len(answer), len(other), 1)
 
@@ -427,7 +427,7 @@ class _FuzzPlan:
 
     def run(self, journal: Journal | None, show: Show) -> tuple[list[list[FuzzAnswer]], list[_Fuzzed]]:
         """Run every prompt without noise, then every cell, except those in the journal. Return the answers without
-        noise, by prompt and seed, and the runs of `cells`."""
+        noise, by prompt and seed, and the records of `cells`."""
         seeds, max_tokens = self._study.seeds, self._study.max_tokens
         each = len(seeds) if self.drawn else 1  # unedited runs of a prompt
         own = [(p, None, s) for p in range(len(self.prompts)) for s in range(each)]
@@ -496,7 +496,7 @@ def _answer(run: Run) -> FuzzAnswer:
 
 
 def wilson(hits: np.ndarray, count: int, z: float = 1.959964) -> tuple[np.ndarray, np.ndarray]:
-    """Return the confidence interval of a share of `count` draws; 95 % for the default `z`.
+    """Return the confidence interval of the proportion `hits / count`; 95 % for the default `z`.
 
     Source: Wilson 1927 ("Probable inference"), the score interval.
     """

@@ -2,8 +2,8 @@
 
 A study reads its arguments into a `GridPlan`: its prompts (`GridCase`), rows, and source of values (`sources`). The
 plan grades the unpatched runs, repeats each with every cell patched in turn, and returns a `Sweep`. `Cells` runs graded
-trials in batches, two at a time. Reruns of the unpatched prompt among them measure the noise floor. Values are appended
-to a journal, from which an interrupted study resumes.
+trials in batches. Reruns of the unpatched prompt among them measure the noise floor. Values are appended to a journal,
+from which an interrupted study resumes.
 
 `Zoom` goes from coarse to fine: it patches blocks of layers and positions at once, and splits the best into smaller
 ones. A block's value is not the sum of its cells' values: a patch in one layer is overwritten by the next layer's, and
@@ -88,8 +88,8 @@ class PairGrid(Grid):
     corrupt: inputs.Prompts
     """Prompt that is run with these activations; for several pairs, a list of the same length."""
     answer: inputs.Answers
-    """Expected answer of the clean prompt, with its leading space: text, a token id, or a list of ids, graded exactly.
-    One for all pairs, or a list with one per pair."""
+    """Expected answer of the clean prompt: text with its leading space, a token id, or a list of ids (graded exactly).
+    One answer for all pairs, or a list with one per pair."""
     foil: inputs.Answers = None
     """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     metric: inputs.MetricField = "logit_diff"
@@ -97,7 +97,7 @@ class PairGrid(Grid):
     direction: Literal["denoising", "noising"] = "denoising"
     """denoising (patch clean activations into the corrupt run) or noising (the reverse)."""
     layers: inputs.Layers = None
-    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    """Layers for sites given without an index: a number, a list, or a range such as "0:12"; all by default."""
     seed: inputs.Whole = 0
     """Seed for the bootstrap interval and the significance test over pairs."""
 
@@ -125,7 +125,7 @@ class PairGrid(Grid):
 def _pair_columns(
     lm: LM, clean: Words, corrupt: Words, alignment: Alignment, positions: Any, of: tuple[int, int], direction: str
 ) -> tuple[Column, ...]:
-    """Return the columns of pair `of[0]` of `of[1]`: positions of the patched prompt with their partners."""
+    """Return the columns of pair `of[0]` out of `of[1]`: positions of the patched prompt, each with its partner."""
     denoising = direction == "denoising"
     words, other = (corrupt, "clean") if denoising else (clean, "corrupt")
     partner = {b: a for a, b in alignment.pairs} if denoising else dict(alignment.pairs)
@@ -156,12 +156,12 @@ class PromptGrid(Grid):
     prompt: inputs.Prompts
     """Prompt, as text or token ids; or a list of prompts: the grid is the mean over them."""
     answer: inputs.Answers
-    """Expected answer, with its leading space: text, a token id, or a list of ids, graded exactly. One for all prompts,
-    or a list with one per prompt."""
+    """Expected answer: text with its leading space, a token id, or a list of ids (graded exactly). One answer for all
+    prompts, or a list with one per prompt."""
     foil: inputs.Answers = None
     """Wrong answer to compare with. The metrics logprob and prob do not need one."""
     layers: inputs.Layers = None
-    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    """Layers for sites given without an index: a number, a list, or a range such as "0:12"; all by default."""
     group: inputs.OptionalCount = None
     """Number of heads, neurons or experts per row: 1 gives each head a row; by default a row is the whole site."""
     window: inputs.Positive = 1
@@ -175,7 +175,7 @@ class PromptGrid(Grid):
 
 
 def graded_of(lm: LM, answer: Any, foil: Any, metric: str | Metric, count: int) -> list[Graded]:
-    """Return the metric and the graded tokens of each of `count` prompts."""
+    """Return, for each of `count` prompts, the metric with its graded tokens."""
     graded: list[Graded] = []
     own: dict[str | int, int] = {}
     for i, token in enumerate(metric.tokens if isinstance(metric, Metric) else ()):
@@ -191,8 +191,8 @@ def graded_of(lm: LM, answer: Any, foil: Any, metric: str | Metric, count: int) 
 
 
 class GridCase(NamedTuple):
-    """A pair of prompts, its graded tokens, alignment and columns. A study of one prompt has no tokens in `corrupt`; a
-    causal trace has the same prompt on both sides."""
+    """A pair of prompts with its graded tokens, alignment and columns. Without a second prompt, `corrupt` has no
+    tokens; in a causal trace both prompts are the same."""
 
     clean: Words
     corrupt: Words
@@ -219,8 +219,8 @@ class GridCase(NamedTuple):
 
 
 class GridPlace(NamedTuple):
-    """A place to patch: the sites of a row, at the grid's columns with these indices. `at`: the row and column index of
-    its first cell."""
+    """Cells that are patched together: the sites of a row, at the grid's columns with indices `columns`. `at`: the row
+    and column index of the first cell."""
 
     row: Row
     columns: tuple[int, ...]
@@ -228,9 +228,9 @@ class GridPlace(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One unpatched run, the baseline of patched runs with one cell changed in each.
+    """An unpatched run: the baseline of the runs that each patch one place.
 
-    before: edits of every patched run, before the cell's own
+    before: edits that every patched run applies before the cell's edits
     base: the unpatched metric; offset, factor: the grid holds (metric − offset) · factor
     writer: returns the writer for the given places; sources are opened on first use
     number: the index of its case
@@ -255,10 +255,11 @@ class GridPlan:
 
     cases: the prompts · rows: the grid's rows
     source: source of the values written into a cell, by default the other prompt's run · mixing: how they are mixed in
+        with old values
     repeats: number of unpatched runs of each case's corrupt prompt
-    seed: seed for intervals and tests over prompts · seeds: all seeds of the result, if it has more
+    seed: seed for intervals and tests over prompts · seeds: all seeds that the result records, if more
     settings: further arguments that determine the values, as plain data · extra: further fields of the result
-    open: closes runs at the end; otherwise an error's traceback could keep them alive
+    open: closes captures at the end, because an error's traceback could keep them alive
     """
 
     lm: LM
@@ -311,7 +312,7 @@ class GridPlan:
 
     @property
     def captured_bytes(self) -> int:
-        """Bytes captured from the source prompts at a time, in fp32."""
+        """The peak size of captures from the source prompts, in bytes of fp32."""
         if self.source is None:
             return max(sum(self._bytes_of(i) for i in group) for group in self.groups())
         prompts = self.source.prompts if isinstance(self.source, (sources.MeanOf, sources.Resampled)) else ()
@@ -334,7 +335,7 @@ class GridPlan:
 
     @functools.cached_property
     def possible(self) -> np.ndarray:
-        """A mask [R, P] of the grid's cells that exist."""
+        """A mask [R, P] of the cells that exist."""
         return np.array([[self._possible(row, p) for p in range(len(self.columns))] for row in self.rows], bool)
 
     @functools.cached_property
@@ -402,16 +403,16 @@ class GridPlan:
 
     @functools.cached_property
     def _row_bytes(self) -> int:
-        """Bytes of one token at all sites."""
+        """The size of one token's rows at all patched sites, in bytes of fp32."""
         points = {self.lm.sites.resolve(at)[0].point for at in self.sites}
         return sum(4 * self.lm.sites.points[point].width for point in points)
 
     def _bytes_of(self, number: int) -> int:
-        """Return the bytes of a case's longer prompt at all sites."""
+        """Return the size of all patched sites' rows for a case's longer prompt, in bytes of fp32."""
         return self._row_bytes * max(len(self.cases[number].clean.ids), len(self.cases[number].corrupt.ids))
 
     def before(self, number: int, repeat: int) -> tuple[Op, ...]:
-        """Return the edits shared by all runs of a case's corrupt prompt."""
+        """Return the edits that all runs of one repeat of a case's corrupt prompt share."""
         return ()
 
     @functools.cached_property
@@ -491,14 +492,14 @@ class GridPlan:
         return grids
 
     def _unpatched(self, number: int) -> Iterator[Trial]:
-        """Yield a case's clean prompt, then its corrupt prompt, if any, with repeats."""
+        """Yield a trial of a case's clean prompt, then all repeats of its corrupt prompt, if any."""
         case = self.cases[number]
         yield Trial(case.clean.ids, (), case.graded)
         for repeat in range(self.repeats if case.corrupt.ids else 0):
             yield Trial(case.corrupt.ids, self.before(number, repeat), case.graded)
 
     def _patched(self, of_case: list[float]) -> list[float]:
-        """Return the unpatched metric of each run of a case's patched prompt."""
+        """Select the baselines of a case's patched runs from its unpatched metrics (clean, then corrupt repeats)."""
         return of_case[1:] if self.written == "corrupt" else of_case[:1]
 
     def _begun(self, scaled: list[list[float]]) -> Sweep:
@@ -541,8 +542,8 @@ class GridPlan:
     def _fill(
         self, cells: Cells, units: Sequence[Unit], places: Sequence[GridPlace], begin: int, finished: Finished
     ) -> Filled:
-        """Patch every place in `units`. A cell's value is the mean of its draws. `begin`: index of the first place, as
-        counted by `finished`."""
+        """Patch every place in `units`. A cell's value is the mean of its draws. `begin`: offset of `places` in
+        `finished`."""
 
         def rounds() -> list[Round]:
             return [Round(unit, places, [self.sides(place, unit.number) for place in places]) for unit in units]
@@ -581,7 +582,7 @@ class Trial(NamedTuple):
 
 
 class Round:
-    """The trials of one unpatched run: every place, once per draw of the writer.
+    """The trials that share one unpatched run: every place, once per draw of the writer.
 
     sides: each place's positions to read and to write
     """
@@ -634,7 +635,7 @@ class Values(NamedTuple):
 
 
 Tell = Callable[[int, np.ndarray, np.ndarray], None]
-"""Receives finished trials: the index of their round, their indices in it [n], and their values [n]."""
+"""Receives finished trials: the index of the round, the trials' indices in the round [n], and their values [n]."""
 
 
 class Cells:
@@ -651,7 +652,7 @@ class Cells:
 
     @property
     def computed(self) -> str:
-        """The computed part of runs, in words: all, or from the first edit onward; "" if there is no choice."""
+        """A description of how much of each run was computed: all, or from the first edit onward; "" if unknown."""
         if "bulk" in self._routes:
             return "in batches, from the first edited position onward"
         if self._cut:
@@ -660,7 +661,7 @@ class Cells:
         return f"computed whole: {why}" if why and self._routes else ""
 
     def graded(self, trials: Sequence[Trial]) -> list[float]:
-        """Return the metric of a few trials before normalisation, run as requests, because these do not wait for other
+        """Return the metric of a few trials before normalisation. They run as requests, which do not wait for other
         batches. Trials in the journal are not rerun."""
         values = [trial.graded.value(of) for trial, of in zip(trials, self._take(len(trials)), strict=False)]
         left = trials[len(values) :]
@@ -677,8 +678,7 @@ class Cells:
     ) -> list[Values]:  # fmt: skip
         """Return the value of every trial, by round.
 
-        graded: each round's metric, `counts` its number of trials; `rounds` makes the rounds, and is called only if
-            values are missing
+        graded, counts: each round's metric and number of trials · rounds: makes the rounds, if values are missing
         tell: called as trials finish; an error it raises stops the rest
         reruns: the approximate number of baselines per round
         """
@@ -764,7 +764,7 @@ class Filled(NamedTuple):
 
 
 class Finished:
-    """Collects the values of `count` places, and reports a place's mean once all of its `parts` have arrived."""
+    """Collects the values of `count` places, and reports a place's mean once all its `parts` values have arrived."""
 
     def __init__(self, count: int, parts: int, tell: Callable[[list[int], np.ndarray], None] | None) -> None:
         self._sum, self._left, self._parts, self._tell = np.zeros(count), np.full(count, parts), parts, tell
@@ -800,7 +800,7 @@ class Zoom:
         )  # fmt: skip
 
     def _whole(self, spans: Iterable[_Span]) -> list[_Span]:
-        """Return the spans whose cells all exist; of the other spans, return their existing cells one by one."""
+        """Return the spans whose cells all exist; split other spans into their existing cells."""
         whole: list[_Span] = []
         for span in spans:
             some = self.possible[np.ix_(span.rows, span.columns)]
@@ -811,7 +811,7 @@ class Zoom:
         return whole
 
     def parts(self, span: _Span) -> list[_Span]:
-        """Cut a block in half in both directions."""
+        """Halve a block along both axes."""
         return [_Span(rows, columns) for rows in _cut(span.rows, 2) for columns in _cut(span.columns, 2)]
 
     @property
@@ -839,7 +839,7 @@ Patch = Callable[[Sequence[_Span], bool], Filled]
 
 
 def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, int]], Filled, list[Block]]:
-    """Return single cells (row, column) with their values [N, C], and the blocks visited before them."""
+    """Return the patched single cells (row, column), their values [N, C], and the larger blocks before them."""
     singles: list[tuple[int, int]] = []
     values: list[np.ndarray] = []
     blocks: list[Block] = []

@@ -42,8 +42,8 @@ class HeadScore(PublicStruct, frozen=True):
 
 
 class HeadScoresResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """Each head's mean attention [L, H] from the second copy of n random tokens: `induction` from the token at t to the
-    one at t − (n − 1), `previous_token` to t − 1, `duplicate_token` to t − n. `uniform` is the score of a head that
+    """Each head's mean attention [L, H] from a position t in the second copy of n random tokens: `induction` to
+    position t − (n − 1), `previous_token` to t − 1, `duplicate_token` to t − n. `uniform` is the score of a head that
     attends to all tokens equally. `prompts` are the token ids."""
 
     layers: tuple[int, ...]
@@ -109,7 +109,7 @@ class HeadScores(Study):
     sequences: Annotated[int, Arg(functools.partial(inputs.check_whole, least=1, most=1000))] = 8
     """Number of prompts to average over, at most 1000."""
     layers: inputs.Layers = None
-    """Layers to include; all with attention by default."""
+    """Layers to include; by default all layers with attention."""
     prefix: inputs.Prompt = None
     """Prompt before the blocks, as text or token ids. By default the tokenizer's own prefix, such as <s>; GPT-2's
     tokenizer has none, and TransformerLens uses <|endoftext|>."""

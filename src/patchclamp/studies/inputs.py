@@ -36,8 +36,8 @@ from patchclamp.studies.study import REQUIRED, Arg, Reporter, Resumable, as_lm, 
 
 
 def layers_of(lm: LM, name: str, layers: Any, path: str = "layers") -> list[int]:
-    """Return the requested layers of a site, ascending, from a number, a list, a range or text such as "0:12"; all
-    layers with the site if None. Raises `UnsupportedSite` for layers without it."""
+    """Return the requested layers of a site, ascending. `layers`: a number, a list, a range or text such as "0:12";
+    None means all. Raises `UnsupportedSite` for layers without the site."""
     index = parse_index(layers) if isinstance(layers, str) else layers
     asked = list(index) if isinstance(index, (list, tuple, range)) else [index]
     try:
@@ -193,16 +193,16 @@ class Match(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
 
 Make = Callable[[str, tuple[int, ...], str], Column]
-"""Makes a column from a label, positions of the patched prompt, and the path of the selection."""
+"""Makes a column from a label, positions of the patched prompt, and the selection's path in errors."""
 MakeMatched = Callable[[str | None, Match, str], Column]
-"""Makes a column from a label, by default that of its tokens, a match, and the path of the match."""
+"""Makes a column from a label (None: the matched tokens), a match, and the match's path in errors."""
 
 
 def columns_of(
     lm: LM, words: Words, all_positions: Sequence[int], positions: Any, number: int, count: int, make: Make,
     matched: MakeMatched | None = None,
 ) -> list[Column]:  # fmt: skip
-    """Return the columns of prompt pair `number` of `count`: one per selection in `positions`, or per position.
+    """Return the columns of prompt pair `number` of `count`: one per selection in `positions`, or per position if None.
 
     positions: selections of the patched prompt; a mapping gives them labels, and its values may be lists with one
         selection per pair
@@ -303,8 +303,8 @@ def rows_of(
 ) -> list[Row]:  # fmt: skip
     """Return the rows of `sites`, without duplicates, ordered by site and index, then by layer.
 
-    layers: layers of sites without an index: all, a number, a list, or text such as "0:12"
-    group: number of heads, neurons or experts per row; None: one row for all of a site
+    layers: layers for sites given without an index: None (all), a number, a list, or text such as "0:12"
+    group: number of heads, neurons or experts per row; None: one row for the whole site
     window: number of adjacent layers patched together, centred on the row's and clipped to the model
     parse: parses a site
 
@@ -324,7 +324,7 @@ def rows_of(
 
 
 def which_layers(layers: Any, count: int) -> set[int]:
-    """Return the selected layers, of `count`. Raises `UnsupportedSite` if none is selected or one is out of range."""
+    """Return the selected layers of `count`. Raises `UnsupportedSite` if none is selected or one is out of range."""
     index = parse_index(layers) if isinstance(layers, str) else layers
     if index is None:
         return set(range(count))
@@ -342,7 +342,7 @@ def which_layers(layers: Any, count: int) -> set[int]:
 
 
 def _parts(lm: LM, site: Site, group: int | None) -> Iterator[Site]:
-    """Yield a site in groups of heads, neurons or experts."""
+    """Split a site into groups of heads, neurons or experts; without `group`, yield the site itself."""
     if group is None:
         yield site
         return
@@ -371,7 +371,7 @@ def _layered(lm: LM, site: Site, chosen: set[int], window: int) -> Iterator[Row]
 
 
 def panels_of(rows: Sequence[Row]) -> list[str]:
-    """Return the panels of rows, in order."""
+    """Return the distinct panel names of rows, in order."""
     return list(dict.fromkeys(row.panel for row in rows))
 
 
@@ -398,7 +398,7 @@ class Alignment(msgspec.Struct, frozen=True):
 
 def align(clean: Sequence[int], corrupt: Sequence[int], matched: bool = False) -> Alignment:
     """Align prompts of equal length position by position, others by their common prefix and suffix; positions in
-    between have no partner. Raises `TokensError` if nothing can be paired, unless positions are `matched`.
+    between have no partner. Raises `TokensError` if nothing can be paired, unless the caller adds pairs (`matched`).
     """
     shorter = min(len(clean), len(corrupt))
     if len(clean) == len(corrupt):
@@ -430,7 +430,7 @@ def with_pairs(alignment: Alignment, pairs: Iterable[tuple[int, int]]) -> Alignm
 
 
 def matched_label(written: str, read: str) -> str:
-    """Return the label of matched tokens. The tokens' outer spaces are made visible, the arrow's are not."""
+    """Return the label of matched tokens. Leading and trailing spaces of the tokens are made visible."""
     return f"{visible(written)} ← {visible(read)}"
 
 
@@ -443,12 +443,12 @@ class EncodedPrompt(msgspec.Struct, frozen=True):
 
     @property
     def prompt(self) -> str | list[int]:
-        """The prompt as `lm.run` takes it."""
+        """The prompt in a form that `lm.run` accepts."""
         return list(self.ids) if self.text is None else self.text
 
 
 def ask(lm: LM, prompts: Sequence[Any], chat: bool = False, path: str = "prompts") -> list[EncodedPrompt]:
-    """Read prompts as token ids. With `chat` each is the text of a user's turn, or a list of messages.
+    """Encode prompts as token ids. With `chat` each is the text of a user turn, or a list of messages.
 
     Raises: `ProgramError` for anything but a list of prompts, and for an invalid prompt, with its path.
     """
@@ -492,7 +492,7 @@ R = TypeVar("R")
 
 
 def check_whole(value: Any, path: str, least: int = 0, most: float = 2**53) -> int:
-    """Read an integer from `least` to `most`. Raises `ProgramError` for anything else."""
+    """Check that a value is an integer from `least` to `most`, and return it. Raises `ProgramError` otherwise."""
     if is_token_id(value) and value > most:
         raise ProgramError(f"expected an integer of at most {most}, got {value}", path)
     if not is_token_id(value) or value < least:
@@ -518,7 +518,7 @@ def as_texts(texts: Any, path: str) -> list[str]:
 
 
 def as_feature_numbers(ids: Any, path: str) -> list[int]:
-    """Read distinct feature ids of an SAE."""
+    """Check distinct feature ids of an SAE."""
     numbers = [check_whole(one, f"{path}[{i}]") for i, one in enumerate(as_items(ids, path))]
     if len(set(numbers)) < len(numbers):
         raise ProgramError(f"expected distinct features, got {numbers}", path)
@@ -534,7 +534,7 @@ def as_float(value: Any, path: str) -> float:
 
 
 def as_ascending(values: Any, path: str) -> tuple[float, ...]:
-    """Read ascending, distinct numbers, such as strengths. An error's path names the invalid item."""
+    """Check ascending, distinct numbers, such as strengths. An error's path names the invalid item."""
     numbers = tuple(as_float(value, f"{path}[{i}]") for i, value in enumerate(as_items(values, path)))
     if not numbers or list(numbers) != sorted(set(numbers)):
         raise ProgramError(f"expected ascending, distinct numbers, got {numbers}", path)
@@ -542,7 +542,7 @@ def as_ascending(values: Any, path: str) -> tuple[float, ...]:
 
 
 def as_seeds(seeds: Any, path: str) -> tuple[int, ...]:
-    """Read one or more distinct seeds."""
+    """Check one or more distinct seeds."""
     numbers = tuple(check_whole(seed, f"{path}[{i}]") for i, seed in enumerate(as_items(seeds, path)))
     if not 0 < len(set(numbers)) == len(numbers):
         raise ProgramError(f"expected at least one seed and no duplicates, got {list(numbers)}", path)
@@ -566,7 +566,7 @@ def as_prompt(prompt: Any, path: str) -> Any:
     ids = isinstance(prompt, (list, tuple)) and len(prompt) > 0 and all(map(is_token_id, prompt))
     image = isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(("prompt", "prompt_token_ids"))
     if not ids and not image and not isinstance(prompt, str):
-        raise ProgramError(f"expected one prompt, text or token ids, got {type(prompt).__name__} {prompt!r:.100}", path)
+        raise ProgramError(f"expected one prompt (text or ids), got {type(prompt).__name__} {prompt!r:.100}", path)
     return prompt
 
 
@@ -639,7 +639,7 @@ def prompts_in(file: str) -> list[str]:
 
 
 def edits_in(text: str) -> list[Op]:
-    """Parse an option's ops: one op or a list as JSON, a .json file, or a mix of named programs."""
+    """Parse a command-line option: one op or a list of ops as JSON, a .json file, or a mix of named programs."""
     if text.endswith(".json"):
         text = "\n".join(lines_of(Path(text)))
     if not text.lstrip().startswith(("{", "[")):
@@ -664,7 +664,7 @@ def sae_of(text: str) -> SAE | str:
 def as_sae(sae: Any, path: str) -> SAE | str:
     if not isinstance(sae, (SAE, str)):
         raise ProgramError(
-            f"expected an SAE or the name of an attached one, got {type(sae).__name__} {sae!r:.100}", path
+            f"expected an SAE or the name of an attached SAE, got {type(sae).__name__} {sae!r:.100}", path
         )
     return sae
 
@@ -692,7 +692,7 @@ def placed_sae(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[Dictionary]:
 
 @contextlib.contextmanager
 def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dictionary]]:
-    """Attach like `placed_sae`, and yield the SAE too. Raises `ProgramError` for an SAE that only the server has."""
+    """Attach like `placed_sae`, and also yield the SAE. Raises `ProgramError` for an SAE that only the server has."""
     with placed_sae(lm, sae, at) as where:
         if (own := where.sae if isinstance(sae, str) else sae) is None:
             raise ProgramError(f"only the server has the weights of {sae!r}: pass the SAE itself, pc.SAE.load(path), "
@@ -701,7 +701,7 @@ def attached(lm: LM, sae: SAE | str, at: Any = None) -> Iterator[tuple[SAE, Dict
 
 
 def lines_of(file: Path) -> list[str]:
-    """Return a text file's lines. Unlike in `splitlines`, U+2028 does not end a line: JSON does not escape it."""
+    """Return a text file's lines. Unlike `str.splitlines`, it does not split at U+2028, which JSON need not escape."""
     try:
         return file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
@@ -715,7 +715,7 @@ def _receiver(text: str) -> str | list[str]:
 def as_match(value: Any, path: str) -> Match:
     match = Match.of(value, path)
     if match is None:
-        raise ProgramError(f"expected a Match of clean and corrupt, got {type(value).__name__} {value!r:.100}", path)
+        raise ProgramError(f"expected a Match with clean and corrupt, got {type(value).__name__} {value!r:.100}", path)
     return match
 
 

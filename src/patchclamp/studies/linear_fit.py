@@ -77,7 +77,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def auroc(scores_N: np.ndarray, positive_N: np.ndarray) -> float:
-    """Return the share of (positive, negative) row pairs in which the positive scores higher; ties count half."""
+    """Return the fraction of (positive, negative) row pairs with the higher score on the positive; ties count half."""
     _, inverse, counts = np.unique(scores_N, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     positive = int(positive_N.sum())
@@ -86,8 +86,8 @@ def auroc(scores_N: np.ndarray, positive_N: np.ndarray) -> float:
 
 
 def split_folds(document_N: np.ndarray, positive_N: np.ndarray, folds: int, seed: int) -> np.ndarray:
-    """Return the fold [N] of every row. Documents stay whole. They are shuffled, sorted by their share of positive
-    rows, and dealt out in turn, which balances the folds. Raises `ProgramError` if a fold has a single class."""
+    """Return the fold [N] of every row. Documents stay whole. They are shuffled, sorted by their fraction of positive
+    rows, and assigned round-robin, which balances the folds. Raises `ProgramError` if a fold has a single class."""
     _, number_N = np.unique(document_N, return_inverse=True)
     share = np.bincount(number_N, positive_N) / np.bincount(number_N)
     order = np.random.default_rng(seed).permutation(len(share))

@@ -56,8 +56,8 @@ class Guess(PublicStruct, frozen=True):
 
 class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: the chosen
-    tokens' ranks (0: the likeliest) and log-probabilities. `kl` [L, P]: Σ p · log(p / q) in nats, where p is the final
-    layer's distribution by the model's readout, q the layer's by the lens. `entropy` [L, P]: q's entropy, in nats.
+    tokens' ranks (0: the likeliest) and log-probabilities. `kl` [L, P]: Σ p · log(p / q) in nats, with p the final
+    layer's distribution by the model's readout, q the layer's by the lens. `entropy` [L, P]: entropy of q, in nats.
 
     lens: description of the lens · readout, about: kind of readout, and its description
     positions: prompt position of each column · texts: every token in the result, by id
@@ -83,7 +83,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     entropy: np.ndarray
 
     def top(self, layer: int, position: int) -> list[Guess]:
-        """Return the likeliest tokens of a layer at a position of the prompt; either may be counted from the end."""
+        """Return the likeliest tokens at a layer and a prompt position; negative numbers count from the end."""
         at = (_index_of(self.layers, layer, self.layers[-1] + 1, "layer"),
               _index_of(self.positions, position, len(self.prompt_tokens), "position"))  # fmt: skip
         pairs = zip(self.top_ids[at].tolist(), self.top_probs[at].tolist(), strict=True)
@@ -122,7 +122,7 @@ class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return pandas.DataFrame(rows)
 
     def picture(self, *colours: Colour) -> TokenGrid:
-        """Return plot data: a panel for each colour, with the likeliest token in each cell."""
+        """Return plot data: a panel for each quantity in `colours`, with the likeliest token in each cell."""
         return TokenGrid(
             title=f"{self.lens[0].upper()}{self.lens[1:]} at {self.site}: next-token predictions by layer",
             explained="Each cell is the likeliest next token of one layer at one position, read off its stream.",
@@ -194,19 +194,19 @@ class LogitLens(Study):
     """Layers of sites without an index: by default all, or the translators' layers; a number, a list, or a range such
     as "0:12"."""
     positions: inputs.Positions = None
-    """Selection, or a list of positions; all by default."""
+    """Positions to read: a selection or a list; all by default."""
     top: inputs.Positive = 5
     """Number of likeliest tokens to keep per cell."""
     translators: inputs.PythonOnly = None
-    """Tuned or Jacobian lens: by layer a matrix A [D, D] or a pair (A, b [D]), the result of `fit_lens`, or its file.
-    The stream h is read as A h + b."""
+    """Tuned or Jacobian lens: a mapping from layers to A [D, D] or (A, b [D]), the result of `fit_lens`, or its file.
+    The readout gets A h + b in place of the stream h."""
     unembedding: inputs.PythonOnly = None
     """Matrix [K, D] to use instead of the model's unembedding, after its final norm."""
     labels: inputs.Labels = None
     """Names of the rows of `unembedding`."""
     readout: Way | None = None
     """weights: use the model's norm and unembedding, verified on the live model; engine: one request per cell. By
-    default the weights if they reproduce its logits."""
+    default weights, if they reproduce the logits."""
 
     def _run(
         self, lm: LM, *, show_progress: inputs.Progress = None, resume: inputs.ResumeFile = None
@@ -333,7 +333,7 @@ def _tensor(numbers: Any, shape: tuple[int | None, ...], path: str) -> torch.Ten
 
 
 def _labels(own_VD: torch.Tensor | None, labels: Sequence[str] | None) -> list[str] | None:
-    """Return the row names of a matrix that replaces the unembedding."""
+    """Return the row labels of a matrix that replaces the unembedding; None without one."""
     if own_VD is None:
         if labels is not None:
             raise ProgramError("labels require unembedding=, whose rows they name", "labels")

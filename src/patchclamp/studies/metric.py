@@ -128,7 +128,7 @@ class Graded(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> dict[str, Any]:
-        """Everything that determines the records, as plain data. Custom metrics are computed from them."""
+        """Everything that determines the records, as plain data. A custom metric is computed from the records."""
         plain: dict[str, Any] = {"metric": self.metric, "answer": self.answer, "foil": self.foil}
         if self.custom is not None:
             # not "tokens", the name in journals whose records had another form
@@ -190,7 +190,7 @@ class Graded(msgspec.Struct, frozen=True):
         return self.custom.value(Logprobs(logprobs[0], foil, tokens, top))
 
     def scale(self, clean: float, corrupt: float) -> tuple[float, float]:
-        """Return (offset, factor) such that the metric is (value − offset) · factor."""
+        """Return (offset, factor) that normalise a metric: (value − offset) · factor."""
         if self.metric != "recovered":
             return 0.0, 1.0
         if clean == corrupt:
@@ -201,7 +201,7 @@ class Graded(msgspec.Struct, frozen=True):
 def grade(
     metric: str | Metric, answer: Sequence[int], foil: Sequence[int] | None, tokens: Mapping[str | int, int] = {}
 ) -> Graded:
-    """Combine a metric with its tokens, and check that they fit. `tokens`: a custom metric's, by text and by id."""
+    """Combine a metric with its tokens, and check them. `tokens`: a custom metric's own, by text and by id."""
     if isinstance(metric, Metric):
         return Graded(metric.name, tuple(answer), None if foil is None else tuple(foil), metric, dict(tokens))
     if metric not in METRICS:
@@ -248,7 +248,7 @@ def bare_ids(lm: LM, text: str, path: str) -> list[int]:
 
 
 def single_token(lm: LM, answer: Any, path: str) -> int:
-    """Return the token id of a one-token answer. Raises as `answer_tokens`, and `TokensError` for several tokens."""
+    """Return the token id of a one-token answer. Raises: as `answer_tokens`, and `TokensError` for several tokens."""
     ids = answer_tokens(lm, answer, path)
     if len(ids) != 1:
         tokens = lm.tokenizer.token_strings(list(ids))
@@ -268,8 +268,8 @@ _AT_ONCE = 1 << 22  # entries of one matrix
 
 
 class Spread(NamedTuple):
-    """For each cell [C]: the ends of the 95 % intervals of its mean and of its mean effect, and the p-value of the
-    effect, for the cell alone and corrected for all cells."""
+    """For each cell [C]: the ends of the 95 % intervals of its mean and of its mean effect, and the effect's p-values,
+    uncorrected and corrected for testing all cells."""
 
     low: np.ndarray
     high: np.ndarray
@@ -282,11 +282,11 @@ class Spread(NamedTuple):
 def spread(values_NC: np.ndarray, base_N: np.ndarray, seed: int) -> Spread:
     """Return intervals and p-values of the mean over pairs.
 
-    values_NC: values of each pair; base_N: metric of its unpatched run, against which effects are measured
+    values_NC: each pair's values · base_N: each pair's unpatched metric, the baseline of its effects
     Both intervals are the percentile bootstrap over pairs, from the same draws. An effect is a pair's value minus that
     pair's base, so the spread of the bases does not widen its interval. The test flips the signs of pairs' effects,
     because under the null hypothesis an effect and its opposite are equally likely. `p_family` compares with the
-    largest statistic of all cells, so it holds for all of them together.
+    largest statistic of all cells, which controls the family-wise error rate.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, 13.3; sign flips with the largest statistic,
     Nichols and Holmes 2002 (Human Brain Mapping 15), and Westfall and Young 1993.
@@ -309,7 +309,7 @@ def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndar
 
 
 def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return (p, p_family): shares of sign flips, the observed signs included, with at least the observed statistic."""
+    """Return (p, p_family): fractions of sign flips (and of no flip) whose statistic is at least the observed."""
     size = np.sqrt((effects_NC**2).sum(0))
     unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
     observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order

@@ -37,9 +37,9 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class SiteParity(msgspec.Struct, frozen=True):
-    """One site: its places (one per layer), the worst (`worst_at`), and one edit at `edit_at`. The edit moved the
-    logits by `moved` on the reference and by `here` on the examined engine; `edit` is the difference between these
-    moves, relative to the largest move if that is above 1. A move within an engine's batch noise counts as 0."""
+    """A site's comparison: its places (one per layer), the place with the largest difference (`worst_at`), and one edit
+    at `edit_at`, which changed logits by `moved` on the reference and `here` on the examined engine. `edit` is the
+    difference of the changes, relative to the largest if that is above 1. A change within batch noise counts as 0."""
 
     name: str
     places: tuple[str, ...]
@@ -53,9 +53,9 @@ class SiteParity(msgspec.Struct, frozen=True):
 
 class Parity(msgspec.Struct, frozen=True):
     """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
-    compared; `alike`: the number of generated tokens on which both agree, and their total; `only`: sites of a shared
-    table that one engine lacks; `left_out`: sites in only one of two different tables, which is not an error; `gaps`:
-    the largest row difference by place; `logprobs`: the largest difference among tokens on which both agree."""
+    compared; `alike`: the number of generated tokens that agree, and of all of them; `only`: sites of a shared table
+    that one engine lacks; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the
+    largest row difference by place; `logprobs`: the largest difference among tokens on which both agree."""
 
     model: str
     family: str
@@ -72,7 +72,7 @@ class Parity(msgspec.Struct, frozen=True):
     left_out: tuple[str, ...] = ()
 
     def leaves(self, site: SiteParity) -> str | None:
-        """Return a site's first place that is out of tolerance, in layer order; None without one."""
+        """Return a site's first place that is out of tolerance, in layer order; None if all are within tolerance."""
         return next((place for place in site.places if not self.gaps[place] <= self.bounds.rows), None)
 
     def moves(self, site: SiteParity) -> bool:
@@ -87,7 +87,7 @@ class Parity(msgspec.Struct, frozen=True):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Everything that is out of tolerance, one line each."""
+        """The failed checks, one line each."""
         problems = [f"{name} is a site on only one engine" for name in self.only]
         problems += [f"{at} is out of tolerance; worst at {site.worst_at}: {site.worst:.2g} (at most "
                   f"{self.bounds.rows:g})" for site in self.sites if (at := self.leaves(site))]  # fmt: skip
@@ -182,7 +182,7 @@ def parity(
 
 def given(options: dict[str, Any], engines: tuple[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options for each engine. An unknown option goes to the second, which refuses it. If both engines are
-    of one kind, options go to the second only, except those that determine how the model is loaded."""
+    of the same kind, options go to the second only, except those that determine how the model is loaded."""
     if engines[0] == engines[1]:
         return {name: value for name, value in options.items() if name in READ}, options
     first, second = (known_options(engine) if options else [] for engine in engines)
@@ -327,7 +327,7 @@ def _common(a: _ObservedPrompt, b: _ObservedPrompt) -> int:
 
 
 def _positions(kept: _ObservedPrompt, common: int) -> int:
-    """Return the number of positions up to which tokens agree, excluding the last token, which was never an input."""
+    """Return the number of leading positions whose input tokens agree; the last generated token is never an input."""
     return len(kept.prompt) + min(common, len(kept.tokens) - 1)
 
 

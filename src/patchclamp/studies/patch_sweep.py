@@ -34,7 +34,7 @@ class PatchSweep(PairGrid):
     command = "sweep"
 
     sites: inputs.Sites = ("resid_pre",)
-    """Sites with or without layers, heads, neurons or experts: resid_pre, attn_out, z, 'z[:, 3]'."""
+    """Sites, optionally with indices of layers, heads, neurons or experts: resid_pre, attn_out, z, 'z[:, 3]'."""
     positions: inputs.Positions = None
     """Columns of the grid: selections of the patched prompt, such as -1 or span('Rome'), each patched as a whole. A
     mapping gives them labels; its values may be lists with one selection per pair. A Match (as text, JSON with clean,
@@ -51,8 +51,8 @@ class PatchSweep(PairGrid):
     mask: inputs.MaskField = None
     """Columns of a row to patch: a mask [W], as in `pc.Replace`."""
     zoom: inputs.OptionalCount = None
-    """Start with blocks of 8 layers × 8 positions and split this many of the best blocks of each size; the grid then
-    holds only the cells reached."""
+    """Start with blocks of 8 layers × 8 positions and split this many of the best blocks of each size; cells that are
+    not reached stay NaN."""
 
     def plan(self, lm: LM) -> GridPlan:
         cases = self.cases(lm, self.positions)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`texts` [S][G]: the target prompt's continuations. `top_ids`, `top_probs` [S, G, K]: their likeliest first
-    tokens, best first; `logprobs` [S, G, C]: the chosen tokens' log-probabilities as first token. `moved` [S, G]: KL
-    divergence, in nats, of the first token from the unpatched target prompt, whose continuation is `plain_text`.
+    tokens, best first; `logprobs` [S, G, C]: the chosen tokens' log-probabilities as the first token. `moved` [S, G]:
+    KL divergence, in nats, of the first token from the unpatched target prompt, whose continuation is `plain_text`.
     `scales` [S, G]: factors on the activation, 1 unless it was norm-matched.
 
     target_layers: the G layers; empty, with G = 1, if each activation was patched into the layer it came from
@@ -138,15 +138,15 @@ class Patchscope(Study):
     target: inputs.Prompt = IDENTITY
     """Prompt to patch the activation into; by default one that asks the model to repeat a token."""
     source_position: inputs.Position = -1
-    """Position, or selection, to read; as many positions as `target_position`."""
+    """Position, or selection, to read; it must have as many positions as `target_position`."""
     target_position: inputs.Position = -1
     """Position, or selection, to overwrite."""
     site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, without layers."""
     layers: inputs.Layers = None
-    """Layers to read: all by default, a number, a list, or a range such as "0:12"."""
+    """Layers to read: a number, a list, or a range such as "0:12"; all by default."""
     target_layers: inputs.Layers = None
-    """Layers to write to, each combined with each layer read; by default the layer that was read."""
+    """Layers to write to, combined with every layer that is read; by default only the same layer."""
     normed: inputs.Flag = False
     """Scale the activation to the norm of the row that it replaces."""
     max_tokens: int = 12

@@ -289,7 +289,7 @@ def _frozen(freeze: Sequence[str]) -> tuple[str, ...]:
 
 
 def _at(positions: Any, clean: Any) -> dict[str, Any]:
-    """Return the single column of sender positions; with several pairs, it may have one selection per pair."""
+    """Return the grid's only column, the sender positions; for several pairs it may be a list of selections."""
     positions = as_plain(positions, "positions")
     count = len(clean) if inputs.listed(clean) else 1
     if isinstance(positions, (list, tuple)) and len(positions) != count:

@@ -2,7 +2,7 @@
 the matrices through which heads and neurons write into the stream.
 
 Site tables do not define how a norm is computed, so anything built from weights is first verified against the live
-model: a readout must reproduce the model's logits from its final stream, an output projection its layer's output.
+model: a readout must reproduce the logits from the final stream, and an output projection its layer's output.
 
 A readout maps rows of the stream to logits in one of two ways. From the weights, it uses the final norm and the
 unembedding. From the engine, each row replaces the final stream of a run; this is exact for every model, but costs one
@@ -57,8 +57,7 @@ class Norm(msgspec.Struct, frozen=True, eq=False):
         return normed_ND if self.bias is None else normed_ND + self.bias
 
     def frozen(self, parts_ND: torch.Tensor, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Apply the norm, without its bias, to parts that add up to rows, with each row's scale. This is linear in the
-        parts."""
+        """Apply the norm, without bias, to parts that add up to rows, with frozen scales: linear in the parts."""
         if self.centres:
             parts_ND = parts_ND - parts_ND.mean(-1, keepdim=True)
             rows_ND = rows_ND - rows_ND.mean(-1, keepdim=True)
@@ -90,7 +89,8 @@ def possible_norms(lm: LM, name: str, layer: int | None = None) -> list[Norm]:
 
 
 def relative_gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the distance of two tensors, relative to the second's spread around its mean; 1 if it has no spread."""
+    """Return the distance between two tensors, relative to the second's spread around its mean; 1 if it has no
+    spread."""
     spread = float((theirs - theirs.mean()).norm())
     gap = float((ours - theirs).norm())
     return gap / spread if spread > 0 and gap == gap else float(gap > 0)
@@ -109,7 +109,7 @@ def best_of(candidates: Sequence[Candidate], gap: Callable[[Candidate], float]) 
 
 
 def proved_norm(lm: LM, names: Sequence[str], layer: int, before_ND: torch.Tensor, after_ND: torch.Tensor) -> Norm:
-    """Return the norm, among a layer's `names`, that maps the live model's rows before it to its rows after it.
+    """Return the norm of a layer, one of `names`, that maps the live model's rows `before_ND` to `after_ND`.
 
     Raises: `ModelError` if no candidate does.
     """
@@ -279,7 +279,7 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
         return written_ND if self.bias_D is None else written_ND + self.bias_D
 
     def shares(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """Return each row entry's share of ⟨direction, written row⟩, [N, W], with the norm's scale frozen."""
+        """Return each row entry's contribution to ⟨direction, written row⟩, [N, W], with the norm's scale frozen."""
         return rows_NW * self.towards(rows_NW, directions_ND)
 
     def towards(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,7 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
         return self._pulled(rows_NW, directions_ND) @ self.matrix_WD.T * self.factor
 
     def rest(self, rows_NW: torch.Tensor, directions_ND: torch.Tensor) -> torch.Tensor:
-        """Return the biases' share of ⟨direction, written row⟩, [N]."""
+        """Return the biases' contribution to ⟨direction, written row⟩, [N]."""
         rest_N = 0.0 * directions_ND[:, 0]
         if self.norm is not None and self.norm.bias is not None:
             rest_N = rest_N + directions_ND @ self.norm.bias

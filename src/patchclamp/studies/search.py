@@ -2,8 +2,8 @@
 
 A `Space` maps settings to a program. A trial is one draw of settings, scored by objectives: a metric of the next
 tokens, the divergence from the unedited model, or a judge of generated texts. All trials of a round share the engine's
-batches. With two or more objectives there is a trade-off, and no single best trial: the result marks those that no
-other trial beats, the Pareto front.
+batches. With two or more objectives there is a trade-off, and no single best trial: the result marks the Pareto front,
+the trials that no other trial dominates.
 
 Source: random search, Bergstra and Bengio 2012 (JMLR 13); refusals against KL divergence, as in directional ablation,
 Arditi et al. 2024 (arXiv:2406.11717); searching the ablation's strength by layer, the `heretic` package, 2025.
@@ -64,7 +64,7 @@ REFUSALS = (
 
 
 class Uniform(PublicStruct, frozen=True, forbid_unknown_fields=True):
-    """Numbers from `low` to `high`; with `log` their logarithms are uniform."""
+    """Numbers from `low` to `high`; with `log`, uniform in the logarithm."""
 
     low: float
     high: float
@@ -86,7 +86,7 @@ class Space(PublicStruct, frozen=True):
         )
 
     program: called with the settings by name; returns an op, a list of ops, a `Program`, or None
-    parameters: for each setting its choices, a list or a range of whole numbers, or `Uniform` numbers
+    parameters: for each setting a list of choices, a range of integers, or `Uniform` numbers
     """
 
     program: Callable[..., Any]
@@ -107,8 +107,8 @@ class Space(PublicStruct, frozen=True):
         msgspec.structs.force_setattr(self, "parameters", read)
 
     def made(self, settings: Mapping[str, Any]) -> Program:
-        """Return the program for `settings`, given as values or in the form in which a result describes them. Raises
-        `ProgramError` if the function fails or returns no program, or a description is ambiguous."""
+        """Return the program for `settings`, given as values, or as a result describes them. Raises `ProgramError` if
+        the function fails or returns no program, or a description is ambiguous."""
         chosen = {name: self._choice(name, value) for name, value in settings.items()}
         try:
             program = read_program(self.program(**chosen), "program")
@@ -133,7 +133,7 @@ class Space(PublicStruct, frozen=True):
 
 
 class Measured(NamedTuple):
-    """Programs measured together.
+    """A set of programs that are measured together.
 
     batch: requests submitted at a time · advance: called with a number of finished runs, P per program
     errors: by index of the failed program
@@ -161,7 +161,7 @@ class Measured(NamedTuple):
 
 
 class Objective(PublicStruct, frozen=True, kw_only=True):
-    """The base of objectives; your own defines `name` and `measure`.
+    """The base of objectives; a custom objective defines `name` and `measure`.
 
     prompts: texts or token ids, or with `chat` texts or lists of messages · goal: "maximize" or "minimize"
     """
@@ -220,8 +220,8 @@ class KLDivergence(Objective, frozen=True, kw_only=True):
 
 
 class TextScore(Objective, frozen=True, kw_only=True):
-    """A judge's score of generated texts: `judge(prompt, text)` returns a number. Texts are greedy, or drawn by `seed`
-    if `temperature` is above 0."""
+    """A judge's score of generated texts: `judge(prompt, text)` returns a number. Texts are decoded greedily, or
+    sampled with `seed` if `temperature` is above 0."""
 
     judge: Callable[[str, str], Any]
     max_tokens: int = 32
@@ -264,7 +264,7 @@ class TextScore(Objective, frozen=True, kw_only=True):
 
 
 class RefusalRate(TextScore, frozen=True, kw_only=True):
-    """The share of generated texts that refuse: texts that match one of `patterns`, case-insensitive regular
+    """The fraction of generated texts that refuse, i.e. match one of `patterns`, case-insensitive regular
     expressions."""
 
     judge: Any = None
@@ -304,7 +304,7 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
     @property
     def front(self) -> list[int]:
         """Indices of the trials on the Pareto front: no other trial is at least as good in every objective and better
-        in one. Of equal trials only the first is included. Ordered by the first objective, best first."""
+        in at least one. Of equal trials only the first is included. Ordered by the first objective, best first."""
         costs_NO = self.values * np.where([goal == "minimize" for goal in self.goals], 1.0, -1.0)
         order = [i for i in np.lexsort(costs_NO.T[::-1]).tolist() if np.isfinite(costs_NO[i]).all()]
         kept: list[int] = []
@@ -392,8 +392,8 @@ PLAIN = (str, bytes, int, float, complex, slice, Site, types.NoneType, types.Ell
 
 
 def _content(value: Any, path: str) -> Any:
-    """Return a value's content, for a journal's key: for functions, their code and the values bound to it, without
-    module globals. Raises `ProgramError` for an object of unknown contents."""
+    """Return a value's content, for a journal's key. For a function: its code, defaults and closure, without module
+    globals. Raises `ProgramError` for an object with unknown contents."""
     if isinstance(value, functools.partial):
         value = [value.func, value.args, value.keywords]
     elif inspect.isfunction(value):
@@ -456,7 +456,7 @@ class GridSampler:
 
 
 class OptunaSampler:
-    """A sampler of Optuna, by name or as an object. It uses the values of earlier rounds."""
+    """An Optuna sampler, given by name or as an object. It uses the values of earlier rounds."""
 
     def __init__(self, sampler: Any, parameters: Mapping[str, Any], goals: Sequence[str], seed: int) -> None:
         optuna = style.need("optuna", "'patchclamp[search]'")
@@ -495,8 +495,7 @@ class OptunaSampler:
 
 
 class _Trial(msgspec.Struct, frozen=True):
-    """The record of a trial: its settings and its program (`content_of`), which a resumed search must draw again, its
-    values, and its error."""
+    """The record of a trial: settings and program (`content_of`), to be reproduced on resume; values; error."""
 
     settings: str
     program: str
@@ -508,7 +507,7 @@ class Search(Study):
     """Search a space of programs for the best settings, or for the best trade-offs of several objectives.
 
     Raises: `ProgramError` for a wrong argument, and the error of the space's function or of a program that does not fit
-    the model. A trial with a failed run has NaN.
+    the model. The values of a trial with a failed run are NaN.
     """
 
     command = ""

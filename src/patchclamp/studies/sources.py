@@ -51,7 +51,7 @@ class MeanOf(Converted, frozen=True):
 
 
 class Resampled(Converted, frozen=True):
-    """For each cell, the row at the same position of a randomly drawn prompt, of the same length as the patched one.
+    """For each cell, the row at the same position of a randomly drawn prompt. All prompts have equal lengths.
 
     draws: the number of prompts drawn per cell, whose values are averaged
     Source: resample ablation, Chan et al. 2022, "Causal scrubbing" (Alignment Forum).
@@ -187,7 +187,7 @@ class CellWriter:
 
     value: returns the value for a site, given the positions to read from the source and to write; None if a subclass
         makes the edits
-    scales: factors of the old and the new value for cells bound as arrays · run: the run that these read
+    scales: factors of the old and new value, for cells bound as arrays · run: the run that such cells read
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class CellWriter:
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
     ) -> list[list[Op]]:
-        """Return a cell's edits, per draw. `cell`: the indices of its prompt pair, row and column."""
+        """Return a cell's edits, one list per draw. `cell`: the indices of its prompt pair, row and column."""
         assert self._value is not None
         return [[self.mixing.replace(self._value(at, read, write), at, write) for at in row.sites]]
 
@@ -251,7 +251,7 @@ class FromRun(CellWriter):
 
 
 class ZeroWriter(CellWriter):
-    """Writes zeros in full, without a mix."""
+    """Overwrites cells with zeros, without mixing."""
 
     def edits(
         self, row: Row, read: tuple[int, ...], write: tuple[int, ...], cell: tuple[int, int, int]
@@ -369,7 +369,7 @@ def _check_lengths(lengths: Sequence[int], length: int | None) -> None:
 def _means(
     lm: LM, prompts: Sequence[Sequence[int]], sites: Sequence[Site], chosen: Sequence[Sequence[int]], by_position: bool
 ) -> dict[str, np.ndarray]:
-    """Return the mean at every site, over prompts and their chosen positions [D], or over prompts [T, D]; in fp64."""
+    """Return each site's mean, summed in fp64: over prompts and chosen positions [D], or over prompts [T, D]."""
     totals: dict[str, Any] = {}
     count = 0
     for ids, of_prompt in zip(prompts, chosen, strict=True):  # one at a time, because captures may be large

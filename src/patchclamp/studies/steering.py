@@ -5,9 +5,9 @@ Three methods find a direction from rows of two classes. Directions are scaled s
 negative class's mean to the positive class's, as measured along the direction. Equal scales are then equal strengths
 for all three methods.
 
-A behaviour is a continuation that shows it, optionally compared with one that does not. Its score is the
-log-probability of all tokens of the first, minus that of the second (`studies.teacher_forcing`); for one token each,
-this is their logit difference. The strength curve shows the score as the vector is added with growing scale.
+A behaviour is defined by a continuation that shows it, and optionally one that does not. Its score is the
+log-probability of the first, minus that of the second (`studies.teacher_forcing`); for one token each, this is their
+logit difference. The strength curve shows the score as the vector is added with growing scale.
 
 In the last layers a vector merely writes to the unembedding, and any layer's vector can break the text. So the chosen
 layer is the earliest whose effect is within 10 % of the largest, excluding the last layers, and whose generated texts
@@ -131,7 +131,7 @@ METHODS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 class Check(msgspec.Struct, frozen=True):
     """The separation of held-out rows along a direction.
 
-    accuracy: share of rows on the right side of the midpoint between the fitted rows' class means, with equal weight
+    accuracy: fraction of rows on the right side of the midpoint between the fitted rows' class means, with equal weight
         for each class
     separation: distance between the held-out class means, in pooled standard deviations (Cohen's d)
     """
@@ -234,7 +234,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     """`vectors` [L, W] fp32, one for each of `layers`, at `site`. Scale 1 moves the mean of the negative prompts to
     that of the positive ones, along the direction.
 
-    method: "mean", "pca", "probe" or "imported" · tokens: the selection read, as text; its rows are averaged
+    method: "mean", "pca", "probe" or "imported" · tokens: the selection, as text, whose rows were averaged
     accuracy, separation [L]: the `Check` on held-out prompts, NaN if there were none
     effect [L]: change of a behaviour's score on the held-out negative prompts when the layer's vector is added once
         (`strength_curve`), in nats; NaN without a behaviour
@@ -286,7 +286,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
         )
 
     def chosen_layers(self, layers: Iterable[int] | int | None, path: str = "layers") -> list[int]:
-        """Return `layers` as a list, all with a vector; by default the best layer, or all if no best is known."""
+        """Check that `layers` have vectors, and list them; by default the best layer, or all if no best is known."""
         if layers is None:
             return list(self.layers) if self.best is None else [self.best]
         chosen = inputs.numbers_of(layers, path)
@@ -471,13 +471,13 @@ class Steering(Study):
     site: inputs.SiteField = "resid_post"
     """Site as wide as the stream, where prompts are read and the vector is added."""
     layers: inputs.Layers = None
-    """Layers of sites without an index: all by default, a number, a list, or a range such as "0:12"."""
+    """Layers for sites given without an index: a number, a list, or a range such as "0:12"; all by default."""
     tokens: inputs.Selected = prompt[-1]
     """Tokens to read in each prompt; the rows of several are averaged."""
     chat: inputs.Flag = False
     """Send each prompt as the user turn of a chat."""
     held_out: float = 0.25
-    """Share of the prompts held out to check layers; with 0 there is no check and no best layer."""
+    """Fraction of the prompts held out to check layers; with 0 there is no check and no best layer."""
     seed: inputs.Whole = 0
     """Seed of the held-out split."""
     answer: inputs.Answer = None
@@ -571,7 +571,7 @@ def _fluency(
     lm: LM, asked: list[EncodedPrompt], edits: Sequence[tuple[Op, ...]], batch: int, show: Show,
     journal: Journal | None,
 ) -> np.ndarray:  # fmt: skip
-    """Return the unedited model's mean log-probability per token of each edit's texts, minus that of the first edit."""
+    """Return each edit's texts' mean log-probability per token under the unedited model, minus the first edit's."""
     items = [(one, edit) for edit in edits for one in asked]
 
     def call(part: Sequence[tuple[EncodedPrompt, tuple[Op, ...]]]) -> dict[str, Any]:
@@ -620,7 +620,7 @@ def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np
     """Return indices of each class's held-out prompts, identical for pairs. Unless `share` is 0, each class has at
     least one held-out and one training prompt."""
     if not 0 <= (share := inputs.as_float(share, "held_out")) < 1:
-        raise ProgramError(f"expected a share in [0, 1), got {share!r}", "held_out")
+        raise ProgramError(f"expected a fraction in [0, 1), got {share!r}", "held_out")
     counts = [round(share * n) for n in (positive, negative)]
     if share and (min(counts) < 1 or counts[0] == positive or counts[1] == negative):
         raise ProgramError(

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Receives the progress of a study instead of a bar. An error that a method raises stops the study."""
+    """Receives the progress of a study, in place of a progress bar. An error that a method raises stops the study."""
 
     def begin(self, what: str, total: int) -> None:
         """Receive the name of a step that starts, and its number of runs."""
@@ -119,7 +119,7 @@ SAMPLED_BYTES = 1 << 16  # at both ends of a weights file
 
 def model_identity(lm: LM) -> tuple[str, str]:
     """Return the model's name and, for a folder, a hash of config.json and of the weight files' names, sizes and last
-    bytes. It is the same on every machine; the last bytes distinguish weights of the same shapes."""
+    bytes. The hash is the same on every machine; the last bytes distinguish weights of the same shapes."""
     folder = Path(lm.model.name)
     if not folder.is_dir():
         return lm.model.name, ""
@@ -305,7 +305,7 @@ class Arg(NamedTuple):
 
     read: checks and converts a value, given its path
     parse: converts command-line text; None hides the field from the command line
-    many: True if the option is repeatable · option: its name, if not the field's
+    many: True if the option is repeatable · option: its name, if it differs from the field's
     served: True if a server's clients may set it
     """
 
@@ -334,7 +334,7 @@ class StudyField(NamedTuple):
         return get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
 
     def value(self, given: Any) -> Any:
-        """Read a value as the study uses it. Raises `ProgramError` with the field as its path."""
+        """Check and convert a given value. Raises `ProgramError` with the field as its path."""
         if hasattr(given, "detach") and not isinstance(given, LM):
             check_dense(given, self.name)
         if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
@@ -360,7 +360,7 @@ def as_lm(lm: Any, path: str) -> LM:
 
 
 def fields_of(function: Callable[..., Any], chosen: Callable[[Any], bool]) -> dict[str, StudyField]:
-    """Return a function's parameters of the `chosen` kinds, by name."""
+    """Return the parameters of a function whose kind is `chosen`, by name."""
     types, given = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
     return {name: StudyField(name, types[name], REQUIRED if one.default is one.empty else one.default, "")
             for name, one in given.items() if chosen(one.kind)}  # fmt: skip
@@ -371,7 +371,7 @@ class Study:
     """The configuration of a study: everything that determines its values, declared once.
 
     A subclass has annotated fields, each followed by a docstring, and `_run(self, lm, *, ...)`, whose keyword arguments
-    (`resume`, `batch`, …) do not change the values. They define the constructor, `run`, the short form
+    (`resume`, `batch`, …) do not change the values. Both define the constructor, `run`, the short form
     (`patch_sweep(lm, **fields)`), the command line, and the `config` that is saved with a result.
     """
 
@@ -576,7 +576,7 @@ def run_batches(
     pace: Pace | None = None,
     stopped: Future[None] | None = None,
 ) -> None:
-    """Call `lm.arun` with each of `calls`, keyword arguments for a list of prompts, and pass the runs to `read` in call
+    """Call `lm.arun` with each of `calls` (keyword arguments for a list of prompts), and pass the runs to `read` in
     order. Up to `under_way` calls are in flight. `pace` is notified of each batch that has been read.
 
     `read` is called on another thread. An error of a call or of `read`, an interrupt, or the completion of `stopped`
@@ -639,7 +639,7 @@ def run_batches(
 
 
 def content_of(lm: LM, program: Program, path: str) -> str:
-    """Return the content of a program, for a journal (`NamedBank.content_of`). Raises `ProgramError` if it has code."""
+    """Return a program's content, for a journal (`NamedBank.content_of`). Raises `ProgramError` if it contains code."""
     try:
         return lm.bank.content_of(program, {name: of.card.content for name, of in lm.sites.dictionaries.items()})
     except PatchclampError as error:
@@ -648,7 +648,7 @@ def content_of(lm: LM, program: Program, path: str) -> str:
 
 @contextmanager
 def keeping(lm: LM, question: Mapping[str, Any], resume: Resumable | None) -> Iterator[Journal | None]:
-    """Open the journal of a resumable study and yield it; None without `resume`.
+    """Open the journal of a resumable study and yield it; yield None without `resume`.
 
     question: everything that determines the values, as plain data; programs as their `content_of`
     Raises: `ProgramError` if the journal belongs to another study, model, engine or version, `NameTaken` if another
@@ -683,8 +683,8 @@ def recorded_runs(
 
     call: makes `lm.arun` arguments for a batch of items, one run each
     record: makes a batch's records from its runs, which are then closed
-    advance: called with the number of items that are done
-    batch: largest number of runs in a batch
+    advance: called with counts of newly finished items
+    batch: maximum number of runs in a batch
     """
     records = journal.take(kind, len(items)) if journal is not None else []
     advance(len(records))
@@ -708,7 +708,7 @@ def recorded_runs(
 def recorded(
     journal: Journal | None, count: int, kind: type[Record], compute: Callable[[], Sequence[Record]]
 ) -> list[Record]:
-    """Return `count` records from the journal, or compute them together."""
+    """Return `count` records from the journal; if any is missing, compute all of them."""
     records = journal.take(kind, count) if journal is not None else []
     if len(records) < count:
         records = list(compute())

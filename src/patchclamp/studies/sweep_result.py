@@ -54,8 +54,8 @@ class Pair(PublicStruct, frozen=True):
     """Two prompts, the graded tokens, and the metric of both unpatched runs.
 
     answer_ids, foil_ids: the graded tokens
-    alignment: (clean, corrupt) positions; skipped: (side, position, token) without a partner; columns: the grid's
-    columns in these prompts. In a study of one prompt the corrupt side is empty.
+    alignment: (clean, corrupt) positions; skipped: (side, position, token) of tokens without a partner; columns: the
+    grid's columns in these prompts. In a study of one prompt the corrupt side is empty.
     """
 
     clean_prompt: str
@@ -87,17 +87,17 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     pairs: the prompts; rows, columns: the grid's rows, and its columns with the first pair's positions
     each: [N, R, P], the metric in every pair (and for every seed); `values` is its mean
     clean, corrupt: the metric of the unpatched runs, means over the pairs
-    noise_floor: the largest difference among reruns of the unpatched prompts, spread through the same batches; smaller
-        effects are not meaningful
+    noise_floor: the largest change of the metric in reruns of the unpatched prompts, which are spread through the
+        batches; smaller effects are not meaningful
     effect: [R, P], `values` minus the unpatched run's metric; None before the sweep has finished
     low, high: [R, P], the ends of the 95 % confidence interval of `values`: percentile bootstrap over pairs; None for
         one pair
     effect_low, effect_high: the same for `effect`, from differences within each pair; 0 is outside for a clear effect
-    p, p_family: [R, P], p-values of the effect by flipping the signs of pairs, per cell and corrected for all cells
+    p, p_family: [R, P], p-values of the effect from sign flips over pairs, for a cell and corrected for all cells
     blocks: the blocks patched before the grid's cells, if the sweep zoomed in
     source: the values written into the cells and how they were mixed in, in words; empty in results of older versions
     question: everything that determines the values, as JSON; `asked` reads it
-    computed: extent of the computation, in words, on an engine that can skip what edits cannot change
+    computed: how much of each run was computed, in words, on engines that can skip what edits cannot change
     """
 
     metric: str
@@ -356,7 +356,7 @@ OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)
 
 
 def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
-    """Return a panel for each site, or part of a site, with the sweep's columns across."""
+    """Return a panel for each site, or part of a site, with the sweep's columns on the horizontal axis."""
 
     def panel(s: int, name: str) -> Panel:
         layers = (None,) if name in SITES and not SPECS[name].layered else sweep.layers
@@ -381,7 +381,7 @@ def _cut(
 
 
 def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
-    """Return a panel for each site and column of the sweep, with the site's parts across."""
+    """Return a panel for each site and column of the sweep, with the site's parts on the horizontal axis."""
     parts = tuple(dict.fromkeys(row.index for row in sweep.rows))
     names = tuple(dict.fromkeys(row.site for row in sweep.rows))
     number = {panel: s for s, panel in enumerate(sweep.sites)}
@@ -405,7 +405,7 @@ def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...]
 
 
 def _coarse(sweep: Sweep) -> np.ndarray | None:
-    """Return the value of the smallest block around each cell, [R, P]."""
+    """Return the value of the smallest block around each cell, [R, P]; None without blocks."""
     if not sweep.blocks:
         return None
     coarse = np.full(sweep.values.shape, np.nan)
@@ -430,7 +430,7 @@ def _strips(sweep: Sweep) -> tuple[Strip, ...]:
 
 
 def marks(sweep: Sweep, own: int) -> tuple[Mark, ...]:
-    """Return the mark of each clean (`own` 0) or corrupt (1) token, in comparison with its partner."""
+    """Mark each clean (`own` 0) or corrupt (`own` 1) token by comparison with its partner: same, differs or skipped."""
     tokens = (sweep.clean_tokens, sweep.corrupt_tokens)
     skipped = {position for side, position, _ in sweep.skipped if side == ("clean", "corrupt")[own]}
     same = {pair[own] for pair in sweep.alignment if tokens[0][pair[0]] == tokens[1][pair[1]]}

@@ -3,8 +3,8 @@
 On vLLM continuations are graded in batches (`LM.grade`). Elsewhere, one run of prompt + continuation captures
 `final_norm` at the positions that predict the continuation's tokens. Each row is then written into a one-token run,
 whose next token is scored: the engine's own unembedding reads the row, in the engine's own numerics. A continuation of
-n tokens costs one prompt of its length and n − 1 prompts of one token, instead of n prompts of growing length. The long
-run itself scores the last token.
+n tokens costs this run and n − 1 runs of one token, instead of n runs of growing length. The long run itself scores the
+last token.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def forced_logprobs(
 ) -> list[np.ndarray]:
     """Return the log-probability of each token of each item's continuation, given those before it: fp64 [n] per item.
 
-    `advance` is called with the number of items that are done. Items in `journal` are not recomputed; it grows by
-    groups of items that take about `grade.BATCH_S`.
+    `advance` is called with counts of newly finished items. Items in `journal` are not recomputed; others are appended
+    in groups that take about `grade.BATCH_S`.
     Raises: the error of any run; `UnsupportedSite` if the model's `final_norm` was not proved and n > 1.
     """
     known = journal.take(list[float], len(items)) if journal is not None else []
@@ -86,7 +86,7 @@ def forced_logprobs(
 
 
 class _Long(msgspec.Struct):
-    """A long run: a prompt with all but the last token of a continuation, which may end in any of `lasts`."""
+    """A run of a prompt and all but the last token of its continuation. `lasts`: the last tokens to score."""
 
     item: Forced
     lasts: list[int]
@@ -98,7 +98,7 @@ class _Long(msgspec.Struct):
 
 
 def _key(longs: dict[Any, _Long], item: Forced) -> Any:
-    """Return the key of the run that scores an item's last token. Continuations that differ only there share a run."""
+    """Return the key of the run that scores an item's last token. Continuations that differ only in it share a run."""
     last = item.continuation[-1]
     for number in itertools.count():
         key = item.prompt, item.continuation[:-1], item.edits, number

@@ -42,7 +42,7 @@ class FeatureContext(PublicStruct, frozen=True):
 
 
 class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`contexts`: each feature's contexts, largest values first. `density` [features]: the share of tokens at which
+    """`contexts`: each feature's contexts, largest values first. `density` [features]: the fraction of tokens at which
     each of the chosen `features` was kept. `folder`: the harvest, which has the features of all tokens under `name`."""
 
     folder: str
@@ -109,11 +109,11 @@ class TopContexts(Study):
     not_served = "it writes files; run it in the client with pc.LM(url)"
 
     sae: inputs.SAEField
-    """An SAE, or the name of an attached one; on the command line also its folder or file."""
+    """An SAE, or the name of an attached SAE; on the command line also an SAE's folder or file."""
     documents: Annotated[Any, Arg(served=False)] = None
     """Documents, as a harvest takes them: a file of text, JSON lines or Parquet, or a list of texts or token ids."""
     folder: Annotated[Any, Arg(as_file, served=False)] = None
-    """Parent of the folder of these documents' harvest."""
+    """Parent folder of the harvest of these documents."""
     harvest: Annotated[Any, Arg(as_harvested, served=False)] = None
     """Harvest with the SAE's features, instead of documents: its folder or a `Harvested`. The model is not run."""
     features: inputs.FeatureIds = ()
@@ -166,7 +166,7 @@ class TopContexts(Study):
         return data, data.stored_features(read.name)
 
     def _stored(self, lm: LM) -> StoredFeatures:
-        """Return the features of the SAE in the given harvest."""
+        """Return the given harvest's entry for the SAE's features."""
         for name in ("documents", "folder", "at", "kept", "column", "context"):
             if getattr(self, name) is not self.fields()[name].default:
                 raise ProgramError("not supported with a harvest: omit it", name)
@@ -204,7 +204,7 @@ class TopContexts(Study):
         return contexts
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain data; documents that are not in a file are reduced to their type."""
+        """Return the configuration as plain data; documents that are not in a file are represented by their type."""
         documents = self.documents if isinstance(self.documents, (str, Path)) else type(self.documents).__name__
         return super().to_dict() | ({} if self.documents is None else {"documents": str(documents)})
 

@@ -110,7 +110,7 @@ class Project:
 
     @property
     def sites(self) -> list[str]:
-        """The sites with their own matrix."""
+        """The names of the sites that have matrices."""
         return [site for site in self._by_site if site is not None]
 
     def __repr__(self) -> str:
@@ -232,13 +232,13 @@ class Harvest(Study):
     documents: PythonOnly
     """A list of texts or token ids, a file of text, JSON lines or Parquet, or `datasets` (`documents_of`)."""
     folder: Annotated[Any, Arg(as_file, served=False)] = None
-    """Parent of the data set's folder, whose name is the hash of everything its bytes depend on. Unused by streams."""
+    """Parent folder; the data set's folder is named by the hash of all that determines its bytes. Unused by streams."""
     sites: Sites
-    """Sites to keep, as `capture=` takes them, and `Features` of attached SAEs; each layer is a site of its own."""
+    """Sites to store, given as for `capture=`, and `Features` of attached SAEs; each layer is a separate site."""
     column: OptionalText = None
     """Field or column with the documents; text by default."""
     keep: Annotated[Any, Arg(_kept_columns, many=True)] = ()
-    """Further fields or columns of a file or data set, such as label: `Harvested.index` returns them for each row."""
+    """Further fields or columns of the documents to store, such as label: `Harvested.index` returns them per row."""
     dtype: Annotated[str, Arg(as_dtype)] = "bfloat16"
     """Dtype of the stored rows: bfloat16, float16 or float32."""
     filters: Annotated[Filters | None, Arg(_filters, None)] = None
@@ -379,7 +379,7 @@ class Harvest(Study):
         return Manifest(recipe, len(tokens.documents) - 1, len(tokens.ids), tokens.cut, plan.part_rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as plain data; documents that are not in a file are reduced to their type."""
+        """Return the configuration as plain data; documents that are not in a file are represented by their type."""
         file = isinstance(self.documents, (str, Path))
         return super().to_dict() | {"documents": str(self.documents) if file else type(self.documents).__name__}
 
@@ -388,7 +388,7 @@ harvest: Callable[..., HarvestResult] = Harvest.short_form("harvest")
 
 
 def _reductions(lm: LM, sites: Any, project: Project | None, sums: bool, capped: bool) -> list[SiteReduction]:
-    """Return each requested site of every layer once, with its reduction. Norm caps rule out projected captures."""
+    """Return one reduction per requested site and layer. Norm caps rule out projected captures."""
     matrices: dict[SiteRef, np.ndarray | None] = {}
     for number, text in enumerate(sites):
         if isinstance(text, Features):
@@ -436,8 +436,8 @@ def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
 
 
 def _projectable(lm: LM, matrices: Mapping[SiteRef, np.ndarray | None]) -> set[SiteRef]:
-    """Return the sites that can be captured projected: their rows are not sharded across GPUs, the projection is
-    narrower than a row and within a capture's limit, and the same tensor has no other projection."""
+    """Return the sites whose projection can be captured: rows are not sharded across GPUs, the projection is narrower
+    than a row and within the limit of a capture, and no other projection of the same tensor is requested."""
     ways: dict[int, set[tuple[str, tuple[int, int] | None]]] = {}
     for ref, matrix in matrices.items():
         ways.setdefault(ref.point, set()).add((_digest(matrix), ref.columns))
@@ -489,7 +489,7 @@ def _is_sealed(place: Path, manifest: Manifest, number: int) -> bool:
 
 
 def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
-    """Raise `CapacityError` if the disk is too small, or the limit of open files too low."""
+    """Raise `CapacityError` if the disk has too little space, or the limit of open files is too low."""
     recipe = manifest.recipe
     needs, size = 0, recipe.shard_rows
     for number in unsealed:
@@ -539,7 +539,7 @@ class _HarvestJob:
         return self._ran
 
     def _calls(self, parts: Iterable[OpenPart]) -> Iterator[dict[str, Any]]:
-        """Yield the calls that run every batch, part by part."""
+        """Yield the arguments of `lm.arun` for every batch, part by part."""
         captures = [*(one.capture(self._tokens, self._recipe.dtype) for one in self._reductions),
                     *(one.op(self._tokens) for one in self._recipe.features)]  # fmt: skip
         for part in parts:

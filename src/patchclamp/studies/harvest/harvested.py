@@ -55,7 +55,7 @@ def _only_harvest(folder: Path) -> Path:
 
 
 class Harvested:
-    """A data set that `harvest` wrote, complete or in part.
+    """A data set written by `harvest`, complete or partial.
 
     folder: the data set's folder, or a folder with one data set in it
     interleave: read rows of several parts as one shuffle (`order`); False reads part after part, each shuffled
@@ -63,7 +63,7 @@ class Harvested:
     manifest: the recipe, and the sizes of the complete data set
     shards: the names of the shards that exist, in order; missing: the names of the other shards
 
-    Raises: `ProgramError` for any other folder.
+    Raises: `ProgramError` if the folder is not a harvest.
     """
 
     folder: Path
@@ -157,8 +157,8 @@ class Harvested:
         return table if shard is not None or self.order.is_stored else table.take(arrow.array(self.order.stored()))
 
     def features(self, name: str | None = None, ids: Sequence[int] | None = None, shard: str | None = None) -> Any:
-        """Return a `pyarrow.Table` of the rows' active features: document, position, token_id, feature, value; for one
-        SAE by name (by default the only one), and `ids` or all. In document order, largest features first."""
+        """Return a `pyarrow.Table` of the rows' active features: document, position, token_id, feature, value, in
+        document order, largest features first. `name`: the SAE, by default the only one; `ids`: all by default."""
         arrow, parquet = needed("pyarrow"), needed("pyarrow.parquet")
         file, which = self.stored_features(name).file, None if ids is None else [("feature", "in", list(ids))]
         shards = self._shards_or_error() if shard is None else [shard]
@@ -166,7 +166,7 @@ class Harvested:
         return table.sort_by([("document", "ascending"), ("position", "ascending")]) if len(shards) > 1 else table
 
     def stored_features(self, name: str | None = None) -> StoredFeatures:
-        """Return an SAE's entry in the recipe: by name, by default the only one."""
+        """Return the recipe's entry for an SAE's features, by default the only SAE's."""
         stored = {one.name: one for one in self.manifest.recipe.features}
         if name is None and len(stored) == 1:
             return next(iter(stored.values()))
@@ -284,7 +284,7 @@ class Harvested:
 
 
 def with_kept(index: Any, kept: Any) -> Any:
-    """Return the index of rows with their documents' kept columns, `kept`, if any."""
+    """Append the documents' kept columns, `kept`, to an index of rows, if there are any."""
     if kept is not None:
         for name in kept.column_names:
             index = index.append_column(name, kept[name].take(index["document"]))
@@ -307,7 +307,7 @@ def index_arrays(index: Any, kept: Any, sums: bool) -> dict[str, np.ndarray]:
 
 
 def as_harvested(value: Any, path: str) -> Harvested:
-    """Read a harvest from its folder, its reader or its result."""
+    """Open a harvest, given its folder, a `Harvested` or a `HarvestResult`."""
     try:
         return value if isinstance(value, Harvested) else Harvested(getattr(value, "folder", value))
     except PatchclampError as error:

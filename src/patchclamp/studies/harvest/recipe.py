@@ -1,7 +1,7 @@
 """The plan of a harvest: the tokens of every document, the prompts to run, the rows to keep, and their shuffled order.
 
-The plan depends only on the documents, the tokenizer and the filters, so the number of rows and their places are known
-before anything runs. Filters depend on the tokens alone, except for the caps on norms.
+The plan depends only on the documents, the tokenizer and the filters, so the number of rows and their places in the
+shuffled order are known before anything runs. Filters depend on the tokens alone, except for the caps on norms.
 
 Rows are shuffled within a part, by sorting random numbers drawn from the seed and the part. A resumed harvest, or one
 on another machine, puts every row at the same place.
@@ -10,7 +10,7 @@ on another machine, puts every row at the same place.
 written and keeps its order here; parts are interleaved at random, in proportion to their rows, with every interleaving
 equally likely. Every order of all rows is then equally likely, and nothing is rewritten. The interleaving is drawn
 block by block: the number of rows from each part is drawn as from an urn of all remaining rows (multivariate
-hypergeometric), and the block is shuffled. So any place is found without shuffling the blocks before it.
+hypergeometric), and the block is shuffled. So any row can be located without shuffling the blocks before it.
 
 `Recipe` lists everything that determines a data set; its hash names the data set's folder.
 
@@ -73,7 +73,7 @@ def documents_of(
 
 
 Fields = Iterable[Sequence[Any]]
-"""A document and its kept fields, for each document."""
+"""Pairs of a document and its kept fields."""
 
 
 def _documents(rows: Fields, kept: list[tuple[Any, ...]] | None) -> Iterator[Document]:
@@ -131,7 +131,7 @@ def _of_parquet(path: Path, column: str | None, keep: Sequence[str]) -> Fields:
 
 
 def _of_columns(data: Any, column: str | None, keep: Sequence[str], where: str, known: list[str] | None) -> Fields:
-    """Yield the documents in a column. `known` is None for a streamed data set with unknown columns."""
+    """Yield the documents in a column. `known`: its column names; None if a streamed data set lacks them."""
     names = [column or "text", *keep] if known is None else _columns(column, keep, known, where)
     return ([row[name] for name in names] for row in data)
 
@@ -185,16 +185,16 @@ def _norm(value: Any) -> float:
 
 
 class Filters(Converted, frozen=True, forbid_unknown_fields=True):
-    """Filters of rows: a row is kept if it passes all of these.
+    """Row filters: a row is kept if it passes all of them.
 
     no_bos: drop a special token at the start of a document
     no_special: drop special tokens
-    positions: keep positions of the document in any of these half-open windows, given like Python slices: (4, None),
-        (-8, None); all if empty
+    positions: keep document positions in any of these half-open windows, given like slices: (4, None), (-8, None); all
+        if empty
     only_tokens: token ids to keep, all if empty · not_tokens: token ids to drop
-    norm_cap: keep rows with an L2 norm up to this at every site, before they are projected or summed
-    norm_times_median: keep rows with a norm up to this multiple of their shard's median, at every site; with sums, of
-        the median over the document's kept rows
+    norm_cap: keep rows with at most this L2 norm at every site, before projection or summing
+    norm_times_median: keep rows with a norm of at most this multiple of the median at every site; the median is over
+        the shard or, with sums, over the document's kept rows
     """
 
     no_bos: bool = field(converter=as_flag, default=False)
@@ -279,7 +279,7 @@ def parts_of(documents: int, seed: int, parts: int) -> np.ndarray:
 
 
 def shuffled(rows: int, seed: int, part: int) -> np.ndarray:
-    """Return a part's shuffle, [R]: the index of the row at each place."""
+    """Return a part's permutation, [R]: the index of the row at each shuffled place."""
     return np.argsort(drawn(rows, _SHUFFLE, seed, part), kind="stable")
 
 
@@ -309,7 +309,7 @@ class ReadingOrder:
 
     @property
     def is_stored(self) -> bool:
-        """True if rows are read as stored, because there is only one part."""
+        """True if rows are read in stored order, because there is only one part."""
         return len(self._first) <= 2
 
     @property
@@ -319,7 +319,7 @@ class ReadingOrder:
 
     @functools.cached_property
     def _before(self) -> np.ndarray:
-        """The number of rows of each part before each block, [B + 1, K]."""
+        """The cumulative number of rows of each part before each block, [B + 1, K]."""
         left = np.diff(self._first)
         if left.sum() >= MOST_ROWS:
             raise ProgramError(
@@ -334,7 +334,7 @@ class ReadingOrder:
         return np.array(before)
 
     def block(self, number: int) -> np.ndarray:
-        """Return the index of the stored row at each place of a block, int64 [n]."""
+        """Return the rows of a block in reading order, as indices of stored rows, int64 [n]."""
         if self.is_stored:
             return np.arange(number * BLOCK, min((number + 1) * BLOCK, len(self)))
         counts = self._before[number + 1] - self._before[number]
@@ -347,11 +347,12 @@ class ReadingOrder:
         return rows
 
     def stored(self) -> np.ndarray:
-        """Return the index of the stored row at each place, int64 [N]."""
+        """Return all rows in reading order, as indices of stored rows, int64 [N]."""
         return np.concatenate([np.zeros(0, np.int64), *map(self.block, range(-(-len(self) // BLOCK)))])
 
     def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
-        """Return the shard of the row at a place, and the row's index in the shard. `block`: a cached `self.block`."""
+        """Return the shard of row `number` in reading order, and its index in the shard. `block`: cached
+        `self.block`."""
         row = int(block(number // BLOCK)[number % BLOCK])
         shard = int(np.searchsorted(self._ends, row, side="right")) - 1
         return shard, row - int(self._ends[shard])
@@ -359,7 +360,7 @@ class ReadingOrder:
     def read(
         self, columns: Columns, begin: int = 0, end: int | None = None, most: int = BLOCK
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the rows at places `begin` to `end` in order, at most `most` at a time, by column."""
+        """Yield rows `begin` to `end` of the reading order, at most `most` at a time, by column."""
         end = len(self) if end is None else end
         opened = functools.lru_cache(self.most_open)(columns)
         for number in range(begin // BLOCK, -(-end // BLOCK)):
@@ -369,7 +370,7 @@ class ReadingOrder:
                 yield self._gathered(opened, rows[at : at + most])
 
     def _gathered(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Join stored rows. The rows of each shard are ascending and consecutive."""
+        """Gather stored rows from their shards. Within each shard, `rows` must be consecutive."""
         shards = np.searchsorted(self._ends, rows, side="right") - 1
         pieces = []
         for shard in np.unique(shards).tolist():
@@ -471,7 +472,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def norms(self) -> StoredSite | None:
-        """The norms of whole rows, float32, one per site, if the filters have norm caps. With sums they are 0 for a
+        """The norms of unreduced rows, float32, one per site; None without norm caps. With sums they are 0 for a
         document with rows within the caps, otherwise NaN. They are not part of the data set."""
         return StoredSite("norms", len(self.sites), len(self.sites)) if self.filters.caps_norms else None
 
@@ -566,8 +567,8 @@ class TokenizedDocuments(msgspec.Struct, frozen=True, eq=False):
 
 
 def read_tokens(lm: LM, documents: Iterable[Document], context: int | None, overlong: str) -> TokenizedDocuments:
-    """Tokenise documents. `context` is the longest prompt, by default the model's longest; a longer document is
-    refused, cut there, or split into prompts of that length.
+    """Tokenise documents. `context`: maximum prompt length, by default the model's. Longer documents are refused, cut,
+    or split into several prompts, depending on `overlong`.
 
     Raises: `TokensError` for a document that is refused or has a token outside the vocabulary.
     """
@@ -613,9 +614,9 @@ class HarvestPart(msgspec.Struct, frozen=True, eq=False):
     number: the part's number
     prompts: the prompts with rows, ascending, int64 [prompts]
     first: index of each prompt's first row, and the end, int64 [prompts + 1]
-    places: the place of each row, int64 [R]
-    tokens: index in the documents' ids of the token of the row at each place, int64 [R]; for a document's sum, of its
-        first token
+    places: the shuffled place of each row, int64 [R]
+    tokens: for each shuffled place, the index of the row's token in `TokenizedDocuments.ids`, int64 [R]; for a sum, of
+        the document's first kept token
     """
 
     number: int
@@ -663,7 +664,7 @@ class HarvestPlan(msgspec.Struct, frozen=True, eq=False):
         return HarvestPart(number, prompts, np.append(first[prompts], len(rows)), places, rows[row_at])
 
     def tokens_to_run(self, parts: Sequence[int]) -> int:
-        """Return the number of tokens in the prompts of these parts that have rows."""
+        """Return the number of tokens in all prompts of these parts that have kept rows."""
         rows = np.diff(np.append(0, np.cumsum(self.kept))[self.tokens.prompts])
         of_document = parts_of(len(self.tokens.documents) - 1, self.seed, self.parts)
         of_prompt = of_document[self.tokens.document_of(self.tokens.prompts[:-1])]
@@ -671,9 +672,9 @@ class HarvestPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def parts_for(rows: int, row_bytes: int, machines: int) -> int:
-    """Return the default number of parts of a data set, equal for all machines. Each part is synced and sealed while
-    the next one is computed, and fits the page cache, so that it is written sequentially. A machine makes a single part
-    if there are more rows than readers can interleave."""
+    """Return the default number of parts of a data set, a multiple of `machines`. Each part fits in the page cache, so
+    that it is written sequentially, and is synced and sealed while the next one is computed. A machine makes a single
+    part if there are more rows than readers can interleave."""
     size = rows * row_bytes
     part = min(max(size // PARTS, LEAST_PART_BYTES), MOST_PART_BYTES)
     several = -(-size // part) if rows < MOST_ROWS else 1
@@ -684,7 +685,7 @@ def make_plan(
     lm: LM, documents: Iterable[Document], filters: Filters, context: int | None, overlong: str,
     sums: bool, seed: int, parts: Callable[[int], int],
 ) -> HarvestPlan:  # fmt: skip
-    """Tokenise the documents and apply the filters. `parts`: returns the number of parts for a number of rows."""
+    """Tokenise the documents and apply the filters. `parts`: maps the number of rows to the number of parts."""
     if sums and overlong == "split":
         raise ProgramError("'split' is not supported with sums: use overlong='cut'", "overlong")
     tokens = read_tokens(lm, documents, context, overlong)

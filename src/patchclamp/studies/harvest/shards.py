@@ -1,7 +1,7 @@
 """Writing a harvest: rows are written to their places in a part's shards while the engine computes the next rows.
 
 A shard has a safetensors file per site, which is created at full size and filled in any order through a memory map.
-Data begin at offset 4,096, so that rows of whole pages are page-aligned in the file. Statistics are
+Data begin at offset 4,096, so that rows whose size is a multiple of the page size are page-aligned. Statistics are
 summed in a fixed order, so that the same rows give the same bytes.
 
 An unfinished part has a journal of the prompts whose rows are on disk; a resumed harvest skips them. A record lists one
@@ -79,7 +79,7 @@ def create_rows(path: Path, header: bytes, dtype: str, rows: int, width: int) ->
 
 
 class RowsFile(NamedTuple):
-    """A finished or unfinished file: the dtype and shape [rows, width] of its rows, and the offset of the first."""
+    """A rows file, finished or not: dtype and shape [rows, width] of its rows, and the offset of the first row."""
 
     path: Path
     dtype: str
@@ -88,7 +88,7 @@ class RowsFile(NamedTuple):
 
     @classmethod
     def open(cls, path: Path) -> RowsFile:
-        """Open a file. Raises `ProgramError` for any other kind of file, `CapacityError` if too many files are open."""
+        """Open a rows file. Raises `ProgramError` if it is not one, `CapacityError` if too many files are open."""
         try:
             header = read_header(path)
             (tensor,) = header.tensors.values()
@@ -214,9 +214,9 @@ def decode_statistics(content: bytes) -> dict[str, SiteStatistics]:
 class HarvestBatch(NamedTuple):
     """A batch of prompts and their rows.
 
-    prompts: their indices in the part
-    rows: yields, for each of `Recipe.written`, the rows of each prompt, [n, width] in the stored dtype; consumed
-        on the writing thread
+    prompts: the prompts' indices in the part
+    rows: iterator over `Recipe.written`, with a list of each prompt's rows, [n, width] in the stored dtype; consumed on
+        the writing thread
     """
 
     prompts: list[int]
@@ -273,7 +273,7 @@ class OpenPart(ABC):
                         self._rows[site.name, shard][places] = block[rows]
 
     def _pieces(self, prompt: int) -> list[tuple[int, np.ndarray | slice, np.ndarray]]:
-        """Return (shard index, rows, places in the shard) for each shard that contains rows of this prompt."""
+        """Return, for each shard with rows of a prompt: its index, the prompt's rows, and their places in the shard."""
         first, end = self.part.first[prompt : prompt + 2]
         shards, places = np.divmod(self.part.places[first:end], self._recipe.shard_rows)
         pieces = []
@@ -404,7 +404,7 @@ def open_folder(folder: Path, part: int) -> Path:
 
 
 def index_of(documents: TokenizedDocuments, rows: np.ndarray, sums: bool) -> Any:
-    """Return a `pyarrow.Table` of the rows' documents, positions in them and token ids; sums have documents only."""
+    """Return a `pyarrow.Table` of the rows' documents, positions in them and token ids; for sums, of documents only."""
     arrow = needed("pyarrow")
     document = documents.document_of(rows)
     nowhere = np.full(len(rows), sums)
@@ -512,7 +512,7 @@ class HarvestWriter:
         self._checkpoint = _done()
 
     def seal(self, part: OpenPart) -> None:
-        """Queue the sealing of a part whose prompts have all been queued, in this run or a stopped one."""
+        """Queue the sealing of a part whose prompts have all been queued, in this run or an earlier, stopped run."""
         writes, checkpoint = [], _done()
         if part is self._part:
             writes, checkpoint = self._unlisted, self._checkpoint

@@ -38,7 +38,7 @@ class FilledPart(NamedTuple):
 class StreamedPart(OpenPart):
     """Fills a part in memory.
 
-    room: blocks until there is room, and returns a read part's arrays for reuse · filled: receives the filled part
+    room: blocks until a part may start, and returns arrays to reuse, if any · filled: receives the filled part
     """
 
     def __init__(

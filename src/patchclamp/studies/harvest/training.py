@@ -132,7 +132,7 @@ def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def as_values(batch: dict[str, np.ndarray], sites: list[str], dtype: str) -> Values:
-    """Return columns as tensors (object columns as lists): a dict by name, or a single column alone."""
+    """Return columns as tensors (object columns as lists): a dict by name; a single column is returned bare."""
     values = {name: tensor(column, dtype) if name in sites
               else column.tolist() if column.dtype == object else torch.from_numpy(column.copy())
               for name, column in batch.items()}  # fmt: skip
