@@ -193,7 +193,7 @@ def _capture(
 
 @triton.jit
 def _gate(product, numbers, toward):
-    """Return the coefficient of one direction of a low-rank op, from the row's product for that direction."""
+    """Return a low-rank op's coefficient for one direction. `product`: the row's product for this direction."""
     q = product + _look(numbers)
     gated = tl.where(q > _look(numbers + 1), _look(numbers + 2) + _look(numbers + 3) * q, _look(numbers + 4))
     return tl.where(toward == 0.0, gated, toward * product)

@@ -148,7 +148,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return self.decode(self.encode(rows), rows)
 
     def moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
-        """Return the offset that `normalize` subtracts from each row, and the row's divisor (None: 1)."""
+        """Return each row's mean (0 unless `normalize` subtracts it), and its divisor (None: 1)."""
         import numpy as np
 
         if self.normalize == "none":

@@ -1140,7 +1140,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_positions(self, tokens: Tokens, ref: SiteRef) -> np.ndarray:
-        """Return a selection's positions, in order. Raises `ShapeError` if they depend on generated tokens."""
+        """Return a selection's source positions, in order. Raises `ShapeError` if they depend on generated tokens."""
         cases = self._binder.select(tokens, ref)
         if len(cases) != 1 or not cases[0].alone or not (self._case.alone or len(cases[0].positions) == 1):
             raise ShapeError(f"expected fixed positions; {tokens} depends on generated tokens", "position")

@@ -269,8 +269,8 @@ def joined(several: Sequence[CellRecords]) -> CellRecords:
 
 
 class PatchedPart(NamedTuple):
-    """A point that a cell changes: its number, the columns (`pack_columns`; 0: all), and the bank key of the rows to
-    write, if any."""
+    """A point that a cell changes: the point's number, the columns (`pack_columns`; 0: all), and the bank key of the
+    rows to write (None: no rows)."""
 
     point: int
     columns: int
