@@ -39,7 +39,7 @@ def scores(
     query_BNHE: torch.Tensor, key_BTKE: torch.Tensor, position_BN: torch.Tensor, facts: AttentionFacts,
     first: int, heads: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the scores of heads first … first + heads − 1 over all keys, [B, N, H, T]; −∞ for keys a query cannot see.
+    """Return the scores of heads first … first + heads − 1 over all keys, [B, N, H, T]; −∞ for masked keys.
 
     The keys are at positions 0 … T − 1. Source: Vaswani et al. 2017 (arXiv:1706.03762); caps: Gemma 2
     (arXiv:2408.00118); ALiBi: Press et al. 2021 (arXiv:2108.12409).
@@ -111,7 +111,7 @@ class PatternEdit(msgspec.Struct, frozen=True):
         return np.ones(length, bool) if self.keys is None else _within(np.arange(length), self.keys)[0]
 
     def row_of(self, position_N: np.ndarray) -> np.ndarray:
-        """Return each query's index into `rows`, [N]; 0 for other positions."""
+        """Return each query's index into `rows`, [N]; 0 for queries that are not edited."""
         is_query_N, range_N = _within(position_N, self.queries)
         begin_N, _, row_N, step_N = self.queries[range_N].T
         return np.where(is_query_N, row_N + (position_N - begin_N) * step_N, 0)
@@ -127,10 +127,10 @@ def _within(position_N: np.ndarray, ranges_RX: np.ndarray) -> tuple[np.ndarray, 
 class Edges(NamedTuple):
     """The queries, heads and keys that B requests' edits act on, as masks on the device.
 
-    removed: every request's first knockout, then its second, …: masks of queries [B, N], heads [B, H], keys [B, T]
-    others: for each other edit, its request, the bounds of its heads, masks of its queries [N] and keys [T], and each
-        query's index into its `rows` [N]
-    heads_BH: a mask of the heads that a request edits
+    removed: entry i masks the i-th knockout of every request: queries [B, N], heads [B, H] and keys [B, T]
+    others: for each edit that is not a knockout: request, edit, head bounds, masks of queries [N] and keys [T], and
+        each query's index into the edit's `rows` [N]
+    heads_BH: a mask of the heads that each request edits
     """
 
     removed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -173,7 +173,7 @@ def edited(
     [B, N, H].
 
     Keys are removed first, before the softmax; other edits follow in order. Rows without remaining keys are NaN, as
-    are new probabilities of keys that a query cannot see.
+    are new nonzero probabilities of masked keys.
     """
     sees_BNHT, removed_BNHT = scores_BNHT > -torch.inf, torch.zeros_like(scores_BNHT, dtype=torch.bool)
     for query_BN, head_BH, key_BT in edges.removed:

@@ -1,4 +1,4 @@
-"""Run the functions of `Apply` on rows, and confine their exceptions to the run concerned."""
+"""Run the functions of `Apply` ops on rows. An exception in a function fails only its own run."""
 
 from __future__ import annotations
 

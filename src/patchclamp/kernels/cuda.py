@@ -62,7 +62,7 @@ def _normals(seed, position, site, first, quantiles, BLOCK: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, inside):
-    """Return these columns' contribution to an op's sum over the row, in fp64."""
+    """Return the sum of a · b over this block's columns, in fp64."""
     return tl.sum(tl.where(inside, a.to(tl.float64) * b.to(tl.float64), 0.0), axis=0)
 
 
@@ -142,8 +142,8 @@ def _kept_row(
     kept, row, position, start, range_index, region_index, width, rank_of_row, base, offset, origin_of_row, stride,
     SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Return the address of a captured row's region, and the row's offset in it, in elements. Each step after the
-    planned one writes `stride` bytes further on."""
+    """Return the address of a captured row's region, and the row's offset in it, in elements. Each later step with
+    the same plan writes `stride` bytes after the step before."""
     to, nth = kept + _look(base + region_index), position - tl.maximum(start, position - _look(rank_of_row + row))
     if not SAMPLED:
         to += (position - _look(origin_of_row + row)).to(tl.int64) * _look(stride)
@@ -193,7 +193,7 @@ def _capture(
 
 @triton.jit
 def _gate(product, numbers, toward):
-    """Return the coefficient of one direction of a low-rank op, from the row's product for that direction."""
+    """Return a low-rank op's coefficient for one direction. `product`: the row's product for this direction."""
     q = product + _look(numbers)
     gated = tl.where(q > _look(numbers + 1), _look(numbers + 2) + _look(numbers + 3) * q, _look(numbers + 4))
     return tl.where(toward == 0.0, gated, toward * product)
@@ -202,7 +202,7 @@ def _gate(product, numbers, toward):
 @triton.jit
 def _when(latch, bit, position, bits, latches):
     """True if a bit of the row is set or, with `latch` >= 0, if the latched position is not after the row's. A latch
-    set by this row itself may not be in memory yet, hence `latches`."""
+    set by this row itself may not be in memory yet, so `bits` holds it too."""
     number = tl.maximum(latch, 0).to(tl.int32)
     first = tl.load(latches + number)
     from_latch = (position >= first) | (((bits >> (BITS + number)) & 1) != 0)
@@ -229,7 +229,7 @@ def _walk(
     origin_of_row, stride, bank, kept, quantiles, bits_of_row, gates_of_row, latches,
     SAMPLED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply the records to a row's columns starting at `column`; also returns 1 if any record is an edit. `WHOLE`: the
+    """Apply the records to a row's columns starting at `column`. Also returns 1 if an edit was applied. `WHOLE`: the
     columns are the whole row. While a record is applied, the next one and its vector are prefetched."""
     AHEAD: tl.constexpr = BLOCK <= 8192  # two vectors of wider rows do not fit into registers
     edited, matched, columns = 0, 1, column + tl.arange(0, BLOCK)
@@ -555,8 +555,8 @@ def _launch(
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
-    """Return the launch options for rows of `width` columns. Rows are processed whole, except sampled rows, which are
-    wide and few: a launch takes one row per request, so that a record can hold the row's sums."""
+    """Return the launch options for rows of `width` columns. Rows are processed whole, except wide
+    sampled rows: each launch processes one of them per request, so that a record can hold the row's sums."""
     block = max(triton.next_power_of_2(width), 4)
     block = block if block <= MAX_BLOCK or not sampled else min(MAX_BLOCK, PASS_BLOCK)
     return {

@@ -74,14 +74,14 @@ def apply(
     late: Late | None = None,
     bits_R: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """Apply a point's records to the rows in place; writes captured rows to `kept_K` and stored rows to `bank_B`.
+    """Apply a point's records to the rows in place, and write captured rows to `kept_K`, stored rows to `bank_B`.
 
     token_R: the rows' token ids, if any record needs them
-    code: runs an `Apply`'s function, and edits of attention
+    code: runs `Apply` functions and attention edits
     bits_R: the rows' bits, int64, zero when a step begins, if any record needs them
 
     A row whose edits are not finite in the tensor's dtype is left unchanged, since cached keys and values would spread
-    NaN to other requests. Returns the slots of such rows. With `late` and a single tensor, appends to `late` instead,
+    NaN to other requests. Returns the slots of such rows. With `late` and no residual, appends to `late` instead,
     without synchronizing, and returns None.
     """
     first, last = table.first[rows.slot, point], table.first[rows.slot, point + 1]
@@ -268,7 +268,7 @@ def _run(
     dtype: torch.dtype,
 ) -> np.ndarray:  # fmt: skip
     """Run each record's code on the record's rows; returns a mask of the rows where the code succeeded. `dtype`: the
-    tensor's."""
+    dtype of the hidden tensor."""
     done = records["value"] < 0
     if done.any():
         values, at_A = records["value"][done], _on(h_AW, index[done])
@@ -426,7 +426,7 @@ _EDITS = {LINEAR: _linear, BLEND: _blend, PROJECT: _project, LOW_RANK: _low_rank
 
 
 def _scalars(h_AW: torch.Tensor, records: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each record's x and y, [A, 1]."""
+    """Return each record's fields x and y, [A, 1]."""
     x, y = (_on(h_AW, records[field].copy())[:, None] for field in ("x", "y"))
     return x, y
 

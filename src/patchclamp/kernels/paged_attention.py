@@ -61,8 +61,8 @@ def paged_scores(
 ) -> torch.Tensor:  # fmt: skip
     """Return the scores of heads first … first + heads − 1 over the keys at positions 0 … count − 1, [B, N, H, T].
 
-    key_RKNE: the cache's keys, R blocks of N positions, in any strides with a last stride of 1
-    block_BR: each request's blocks
+    key_RKNE: the cache's keys, in blocks of N positions; any strides, but the last dimension must be contiguous
+    block_BR: each request's block table
     """
     requests, queries, all_heads, width = query_BNHE.shape
     size, page = all_heads // key_RKNE.shape[1], key_RKNE.shape[2]

@@ -46,11 +46,11 @@ def apply(
     code: Callable[[int, np.ndarray, int, np.ndarray], np.ndarray | None] | None = None,
     bits_R: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Apply a point's records to fp32 rows in place; writes captured rows to `kept_K` and stored rows to `bank_B`.
+    """Apply a point's records to fp32 rows in place, and write captured rows to `kept_K`, stored rows to `bank_B`.
     Returns a mask of the edited rows, bool [R].
 
     token_R: the rows' token ids, if any record needs them
-    code: `code(number, rows [n, W], point, positions [n])` runs an `Apply`'s function; None if it failed
+    code: `code(number, rows [n, W], point, positions [n])` returns the rows of an `Apply` function; None if it failed
     bits_R: the rows' bits, int64, zero when a step begins, if any record needs them
     """
     width = h_RW.shape[1]

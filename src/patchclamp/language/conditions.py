@@ -60,7 +60,7 @@ class Not(ProbeCondition, frozen=True, tag="not"):
 
 
 class Output:
-    """One score of a probe, `probe[i]`, to compare with a number."""
+    """Output i of a probe, `probe[i]`; comparing it with a number gives a condition."""
 
     def __init__(self, probe: Any, output: int) -> None:
         self.probe: Any = probe
@@ -106,7 +106,7 @@ def holding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Any:
 
 
 def deciding(condition: ProbeCondition, above: Callable[[Above], Any]) -> Above:
-    """Return the leftmost comparison that determines a condition's value at one token."""
+    """Return the comparison that decides a condition's value at one token; the leftmost if there are several."""
     if isinstance(condition, Not):
         return deciding(condition.condition, above)
     if isinstance(condition, Every):

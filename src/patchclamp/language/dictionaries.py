@@ -15,7 +15,7 @@ PRECISIONS = ("float32", "model")  # dtype of an SAE's matrices; "model": the mo
 
 
 class FeatureRows(NamedTuple):
-    """Features of a local SAE (`SAE.is_local`): q = encoder · row + bias if q exceeds the threshold, else 0.
+    """Weights of features of a local SAE (`SAE.is_local`). Values: q = encoder · row + bias if q > threshold, else 0.
 
     encoder, decoder: [k, D], [k, O] · bias, threshold: [k]
     """
@@ -27,7 +27,7 @@ class FeatureRows(NamedTuple):
 
     @classmethod
     def of(cls, sae: SAE, ids: Sequence[int]) -> FeatureRows:
-        """Select the features `ids`, with a gate's scale folded into the encoder."""
+        """Select the features `ids`; a gated SAE's gain and offset are folded into encoder, bias and threshold."""
         some = list(ids)
         encoder, bias = sae.encoder[some].astype(np.float64), sae.encoder_bias[some].astype(np.float64)
         threshold = np.zeros(len(some)) if sae.threshold is None else sae.threshold[some].astype(np.float64)
@@ -39,7 +39,7 @@ class FeatureRows(NamedTuple):
 
 
 class DictionaryCard(msgspec.Struct, frozen=True):
-    """Properties of an attached SAE that programs use.
+    """Metadata of an attached SAE, for binding the programs that use it.
 
     at, to: the text forms of the sites that the SAE reads and writes
     features: the number of features

@@ -211,7 +211,7 @@ class Capture(Readout, frozen=True, forbid_unknown_fields=True):
 
     `project`, a matrix W [k, D] with at most D rows, records W h [k] instead of h [D], such as projections on
     directions or principal components. The worker computes W h and rounds it to fp32, then to `dtype`. A run captures
-    a site either whole or through one W; a `Probe` has its own matrix.
+    a site whole or through one W, not both; probes have their own matrices and do not count.
 
     `pool` reduces the selected tokens to one row: "mean", "max" (per column) or "last".
 
@@ -352,8 +352,9 @@ class Translator(PublicStruct, frozen=True, forbid_unknown_fields=True):
 
 
 def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
-    """Return the translators of a site's layers, in order. `value`: A [D, D] or (A, b [D]) by layer, a `fit_lens`
-    result, or its file. A site without layers covers all layers with translators; an open range ends at the last.
+    """Return the translators of a site's layers, in order. `value`: a mapping of layers to A [D, D] or (A, b [D]), a
+    `fit_lens` result, or its file. Without layers, a site covers all layers that have a translator; an open range ends
+    at the last of them.
 
     Raises `ProgramError` if a layer has no translator, or if `value` is a result for another site.
     """
@@ -387,8 +388,7 @@ def translators_of(value: Any, at: Site) -> tuple[Translator, ...]:
 
 
 def read_translators(path: str | os.PathLike[str]) -> tuple[str, dict[int, Any]]:
-    """Read the site and the translators, (A, b) by layer, of a saved `fit_lens` result. Raises `ProgramError` for any
-    other file."""
+    """Read a saved `fit_lens` result: its site, and (A, b) by layer. Raises `ProgramError` if the file is not one."""
     try:
         arrays, metadata = read_arrays(path)
         if metadata.get("study") != "FitLensResult":
@@ -411,9 +411,9 @@ class Lens(Readout, frozen=True, forbid_unknown_fields=True):
     log-probabilities in fp32. The site must have the stream's width and one row per layer. A site may have several
     lenses and still be captured.
 
-    `translators` make it a tuned lens or a Jacobian lens, which reads A h + b: a matrix A [D, D] or a pair (A, b [D])
-    by layer, the result of `pc.studies.fit_lens`, or its file. The lens then reads the layers with a translator; an
-    index or range in `at` selects among these layers, counted from 0.
+    With `translators` it is a tuned lens or a Jacobian lens, which decodes A h + b instead of h. Pass a mapping of
+    layers to A [D, D] or (A, b [D]), a `pc.studies.fit_lens` result, or its file. The lens reads only layers with a
+    translator; an index or range in `at` must be within these layers, counted from 0.
 
     Source: nostalgebraist 2020, "interpreting GPT: the logit lens" (LessWrong); Belrose et al. 2023 (arXiv:2303.08112).
     """
@@ -622,13 +622,13 @@ class When(Op, frozen=True, forbid_unknown_fields=True):
     `condition` compares outputs of probes with numbers: `probe > 0.8`, `probe[2] <= 1`, combined by `&`, `|` and `~`.
     It is false at a token unless all of its probes read the token. `scope` sets where the edits act:
 
-    - "token": at those of the edits' `tokens` where the condition holds;
+    - "token": at each of the edits' `tokens` where the condition holds;
     - "prompt": from the last prompt token onward, if the condition holds at that token;
     - "onwards": from the first token where the condition holds.
 
     The edits must come after the probes: in later layers or, for "token", at the same site. Each probe of a condition
     reads a site of one layer. Decisions match the scores in `run.probes`: all conditions on a probe are decided at its
-    first read in the program, before later edits at its site. `run.acted` has the tokens where each edit acted.
+    first read in the program, before later edits at its site. `run.acted` lists the positions where each edit acted.
 
     Source: conditional activation steering; Lee et al. 2024 (arXiv:2409.05907).
     """

@@ -95,8 +95,8 @@ def write_probe(
 
 
 def linear_model(model: Any, activation: str | None) -> tuple[np.ndarray, np.ndarray | None, str | None]:
-    """Return a fitted linear model's weight [k, D], bias [k] and activation (None: the model's own), with preceding
-    scalers folded in. Raises `ProgramError` for other models, and if the result scores random rows differently."""
+    """Return a fitted linear model's weight [k, D], bias [k] or None, and activation, with preceding scalers folded in.
+    Without `activation`, use the model's. Raises `ProgramError` unless they score random rows as the model does."""
     import numpy as np
 
     draw, own = np.random.default_rng(0), activation is None and hasattr(model, "predict_proba")

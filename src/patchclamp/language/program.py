@@ -97,8 +97,8 @@ class Program(PublicStruct, frozen=True):
         return named
 
     def stopped_by(self, condition: ProbeCondition | None, always_on: Sequence[Probe], path: str) -> Program:
-        """Return the program with a stop condition's probes added. Raises `ProgramError`, at `path`, for a probe
-        without a score per token, and for a probe that shares its name with a different probe in `always_on`."""
+        """Return the program with a stop condition's probes added. Raises `ProgramError`, at `path`, for a feature, a
+        pooled probe, a probe of several layers, or a name that different probes share (`always_on` included)."""
         if condition is None and not always_on:
             return self
         own, named = self.probes, self._beside(always_on)
@@ -117,7 +117,7 @@ class Program(PublicStruct, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the content, in hex. Equal programs have equal fingerprints, regardless of spelling."""
+        """SHA-256 of the content, in hex. Equal programs have equal fingerprints, however they were written."""
         return hashlib.sha256(msgspec.json.encode(to_dict(self), order="deterministic")).hexdigest()
 
     def to_json(self) -> str:

@@ -148,7 +148,7 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         return self.decode(self.encode(rows), rows)
 
     def moments(self, rows: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | None]:
-        """Return the offset that `normalize` subtracts from each row, and the row's divisor (None: 1)."""
+        """Return each row's mean (0 unless `normalize` subtracts it), and its divisor (None: 1)."""
         import numpy as np
 
         if self.normalize == "none":
@@ -171,10 +171,10 @@ class SAE(PublicStruct, frozen=True, eq=False, dict=True):
         SAELens, Gemma Scope, Qwen-Scope, Llama Scope, dictionary_learning and EleutherAI sparsify are read without
         their packages; `.pt` files need PyTorch. docs/sae.md has the table.
 
-        layer: the layer to read from a folder of Qwen-Scope
+        layer: the layer to read from a Qwen-Scope folder
         k: the number of active features, for Qwen-Scope files that do not specify it
         scale: the factor that scales rows to the training rows' norm, for files that lack it
-        site, site_out, model: override those in the file
+        site, site_out, model: override the file's values
 
         Raises `ProgramError` or `ShapeError`, naming the file and the array, for anything that is not an SAE. Pickled
         code is rejected.

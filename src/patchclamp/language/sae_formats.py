@@ -36,7 +36,7 @@ class Fold(NamedTuple):
     subtract: True if the decoder bias is subtracted from the row before the encoder
     unit_norm: True if pre-activations are multiplied by the feature's decoder norm, and values divided by this norm
         before the decoder
-    scale_in, scale_out: the factor applied to rows before the encoder; the divisor of outputs
+    scale_in, scale_out: rows are multiplied by `scale_in` before the encoder, and outputs divided by `scale_out`
     """
 
     subtract: bool = False
@@ -576,7 +576,7 @@ def _place(text: str | None) -> str:
 
 
 def _hook_name(text: str) -> tuple[str, Any]:
-    """Return a site's TransformerLens hook name and head; "" if it has no hook."""
+    """Return a site's TransformerLens hook name and head index, each "" if the site has none."""
     site = parse_site(text) if text else None
     aliases = SPECS[site.name].transformer_lens if site else ()
     if not site or not aliases:

@@ -45,7 +45,7 @@ Block = Literal["", "attention", "mlp"]
 
 
 class SiteSpec(msgspec.Struct, frozen=True):
-    """One site.
+    """Registry entry of a site.
 
     name: its name in the language
     shape: the shape that `run[...]` returns, in the letters above
@@ -187,7 +187,7 @@ EDITED_ELSEWHERE: dict[str, str] = {
 
 
 class Difference(NamedTuple):
-    """A difference between an alias's tensor in its own library and our site, in `families` (empty: all)."""
+    """A difference between our site and the tensor that an alias names in its library, in `families` (empty: all)."""
 
     aliases: tuple[str, ...]
     families: tuple[str, ...]
@@ -329,8 +329,8 @@ class At(PublicStruct, frozen=True):
 
 
 def parse_edited_site(text: Site | str) -> Site:
-    """Parse a site for an edit. Raises `UnsupportedSite` for attention patterns, and for a TransformerLens name at
-    which an edit would affect more readers here than in TransformerLens."""
+    """Parse a site for an edit. Raises `UnsupportedSite` for attention patterns, and for a TransformerLens name
+    whose edits have a different effect in TransformerLens."""
     site = parse_site(text)
     if site.name in DERIVED:
         raise UnsupportedSite(f"expected a site that is a tensor, got {site}: use q, k, v or z")

@@ -281,7 +281,7 @@ def _index_of(indexed: _Indexed, key: Any) -> Indices | None:
 
 
 def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """Return the positions that an index selects; `extent()` states the number of positions, for errors."""
+    """Return the positions that an index selects; `extent()` describes the valid range in error messages."""
     if indexed.index is None:
         return list(positions)
     if isinstance(indexed.index, Range):
@@ -290,7 +290,7 @@ def _some(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]
 
 
 def _numbered(indexed: _Indexed, positions: Sequence[int], extent: Callable[[], str]) -> list[int]:
-    """Return the positions that an index lists; `extent()` states the number of positions, for errors."""
+    """Return the positions that an index lists; `extent()` describes the valid range in error messages."""
     numbers = (indexed.index,) if isinstance(indexed.index, int) else indexed.index
     assert isinstance(numbers, tuple)
     for number in numbers:
@@ -311,7 +311,7 @@ def _brackets(index: Indices | None) -> str:
 
 
 class TextSpan(Selection, frozen=True, tag="span"):
-    """The prompt tokens that overlap the `occurrence`-th match of `text`, or its only match (None)."""
+    """The prompt tokens that overlap a match of `text`: number `occurrence`, 0-based, or the only match (None)."""
 
     text: str
     occurrence: int | None = None
@@ -330,10 +330,10 @@ class TextSpan(Selection, frozen=True, tag="span"):
             raise TokensError("span('') selects nothing: pass the text of the tokens to select")
 
     def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
-        """Return the positions of the tokens that overlap the match. Raises `TokensError` without a match, or with
-        several and no `occurrence`.
+        """Return the positions of the tokens that overlap the match. Raises `TokensError` if there is no such
+        match, or several matches and no `occurrence`.
 
-        offsets: each token's (first, last + 1) characters in the prompt
+        offsets: each token's character offsets (begin, end) in the prompt
         """
         starts = [match.start() for match in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
         if not starts:
@@ -360,8 +360,8 @@ class TextSpan(Selection, frozen=True, tag="span"):
 class Between(Selection, frozen=True, tag="between"):
     """The tokens strictly between each `opening` delimiter and the next `closing` one, or the request's end.
 
-    A delimiter is a token id or text. Text that the model's tokenizer encodes as a single token means that
-    token. Longer text is searched for in the prompt; every token that overlaps a match belongs to the delimiter.
+    A delimiter is a token id or text. Text that the model's tokenizer encodes as a single token is matched
+    by its id. Longer text is searched for in the prompt; every token that overlaps a match belongs to the delimiter.
     """
 
     opening: str | int

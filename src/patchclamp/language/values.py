@@ -314,7 +314,7 @@ def check_name(name: object) -> str:
 
 
 class Named(PublicStruct, frozen=True, tag="named"):
-    """A bank entry, looked up when the request is made: a vector, or means (with a row for the op's site)."""
+    """The name of a bank entry, looked up when the request is made: a vector, or means that include the op's site."""
 
     name: str
 

@@ -114,7 +114,7 @@ class Context(Protocol):
         ...
 
     def vector(self, value: ValueLike, field: str) -> Vector:
-        """Return a field's single vector for all points, of the site's width."""
+        """Return a field's vector, of the site's width. All points must share one vector."""
         ...
 
     def put(self, vector: Vector) -> str:
@@ -246,7 +246,7 @@ def _encoded(
     dictionary: Dictionary, context: Context, ids: tuple[int, ...] = (),
     gates: tuple[tuple[float, float, float], ...] = (),
 ) -> Lowered:  # fmt: skip
-    """Lower an edit that runs the whole encoder. If the SAE reads another site, also add an op that reads the row."""
+    """Lower an edit that runs the whole encoder. If the SAE reads and writes different sites, also add the read."""
     action = Encoded(dictionary.card.name, dictionary.card.content, ids, gates)
     if dictionary.at != dictionary.to:
         context.read_before(msgspec.structs.replace(action, reads=True), dictionary.at)
@@ -343,7 +343,7 @@ def _low_rank(op: ops.LowRank, context: Context) -> Lowered:
 
 
 def _factored(op: SiteOp, context: Context, along: Vector, added: Vector, toward: float = 0.0) -> Factored:
-    """Return the `Factored` action that adds Σ g(p) · d, for rows d of `added` and products p of h with `along`."""
+    """Return the `Factored` action that adds Σ g(e · h) · d, over the rows e of `along` and d of `added`."""
     if any(kind == "logits" for kind, _ in context.points()):
         raise UnsupportedSite(f"{type(op).__name__} does not support logits: edit final_norm", "at")
     rows = np.concatenate([along.rows(), added.rows()])
@@ -410,7 +410,7 @@ MAX_USE_DEPTH, MAX_USED_EDITS = 16, 10_000  # limits on nested `Use`: depth, and
 
 
 class Code(NamedTuple):
-    """Code of an `Apply` op.
+    """A function that edits rows, such as that of an `Apply` op.
 
     path: the op's path in its program
     arguments: the optional arguments that `fn` takes
@@ -469,7 +469,7 @@ class Known:
         self.ranges: dict[tuple[int, int], tuple[tuple[PositionRange, ...], np.ndarray, np.ndarray | None]] = {}
 
     def merged_of(self, cases: list[Case]) -> np.ndarray:
-        """Return all positions of the given cases, ascending. The same cases give the same array."""
+        """Return all positions of the given cases, ascending. The same cases give the same array object."""
         key = tuple(id(case.positions) for case in cases)
         if key not in self.merged:
             self.merged[key] = np.unique(np.concatenate([case.positions for case in cases])), cases
@@ -595,7 +595,7 @@ class _Binder:
             return self._bit_of[key]
 
         def bit_of(condition: ProbeCondition, negated: bool = False) -> int:
-            """Return the bit that a condition, or its negation, sets."""
+            """Return the bit that holds the value of a condition or, if `negated`, of its negation."""
             if isinstance(condition, Not):
                 return bit_of(condition.condition, not negated)
             parts = condition.conditions if isinstance(condition, Every) else (condition,)
@@ -790,7 +790,7 @@ class _Binder:
 
     def _span(self, path: str, tokens: Tokens, inside: bool) -> Guard:
         """Return the guard for generated tokens inside (or outside) a selection's `between`. Its first use adds ops
-        that set a bit, from the step's token ids and a latch set by earlier steps. The latch is read at the embedding
+        that set a bit from the step's token ids and a latch set by earlier steps. The latch is read at the embedding
         and written at the end of the stream, since rows at one point are unordered."""
         [between] = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}
         pair = self.prompt.one_token(between.opening, tokens), self.prompt.one_token(between.closing, tokens)
@@ -1140,7 +1140,7 @@ class _OpBinder:
         return keys, np.repeat(row, len(written)) if len(row) == 1 != len(written) else row
 
     def _own_positions(self, tokens: Tokens, ref: SiteRef) -> np.ndarray:
-        """Return a selection's positions, in order. Raises `ShapeError` if they depend on generated tokens."""
+        """Return a selection's source positions, in order. Raises `ShapeError` if they depend on generated tokens."""
         cases = self._binder.select(tokens, ref)
         if len(cases) != 1 or not cases[0].alone or not (self._case.alone or len(cases[0].positions) == 1):
             raise ShapeError(f"expected fixed positions; {tokens} depends on generated tokens", "position")

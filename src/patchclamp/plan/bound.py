@@ -79,7 +79,7 @@ class Keep(msgspec.Struct, frozen=True, array_like=True, tag=CAPTURE):
     matrix: the bank key of the matrix; "" to record the row
     products: the number of rows of the matrix, or 0
     pool: an index into `POOLS` plus 1; 0: one row per position
-    in_step: True if each step's rows are pooled to one on the device
+    in_step: True if the device pools each step's rows to one
     probe: the name of the probe that the products belong to; "": none
     lens: True if the rows are for a lens rather than the site
     reader: computes the values to keep: features of an attached SAE, or a query's attention; None: the row itself
@@ -132,11 +132,11 @@ class Projection(msgspec.Struct, frozen=True, array_like=True, tag=PROJECT):
 
 
 class Factored(msgspec.Struct, frozen=True, array_like=True, tag=LOW_RANK):
-    """Add Σ g(p_j) · d_j to the row, where p_j is the product of the row before the op with e_j.
+    """Add Σ g(p_j) · d_j to the row h, where p_j = e_j · h is computed before the op changes h.
 
     The op's value has five coefficients for each j: bias, threshold, offset, slope and otherwise. With q = p_j + bias,
     g is offset + slope · q where q exceeds the threshold, and `otherwise` elsewhere. If `toward` is not 0, the value is
-    instead a row v, p_j is the product of v − h with e_j, and g is toward · p_j.
+    instead a row v, p_j = e_j · (v − h), and g is toward · p_j.
 
     rank: k
     factors: the bank key of rows e_1 … e_k, d_1 … d_k
@@ -154,7 +154,7 @@ class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
-    """Rotate h in the plane of the value's rows. cos, sin: for the angle to the first row or, if `relative`, to h."""
+    """Rotate h in the plane of the value's rows. cos, sin: of the angle to the first row or, if `relative`, to h."""
 
     kind: ClassVar[int] = ROTATE
     cos: float
@@ -188,7 +188,7 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
 
     name, content: the SAE's name and content hash
     ids: feature ids; () to reconstruct
-    gates: per feature, the (offset, slope, otherwise) of its decoder row's factor, as in `Factored`
+    gates: each feature's (offset, slope, otherwise), as in `Factored`, for the factor of its decoder row
     reads: True at the point where a transcoder only reads the row
     """
 
@@ -269,7 +269,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, tag=SPAN):
 
 
 class Guard(msgspec.Struct, frozen=True, array_like=True):
-    """Restricts an op to rows with bit `bit` set or, if `latch` is not −1, to the latched position and later ones."""
+    """Restricts an op to rows with bit `bit` set or, if `latch` is not −1, to positions from the latched one on."""
 
     bit: int
     latch: int = -1
@@ -357,7 +357,7 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
         return (*self.values, *((key,) if key else ()), *((self.condition.ids,) if self.condition else ()))
 
     def reads(self) -> list[tuple[str, int]]:
-        """Return all bank keys that the op reads, once per point that reads the key."""
+        """Return the (bank key, point) pairs that the op reads."""
         if len(self.values) == len(self.points):
             reads = list(zip(self.values, self.points, strict=True))
         else:
@@ -394,7 +394,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @functools.cached_property
     def contents(self) -> list[bytes]:
-        """Each op's hash, without its path and ranges."""
+        """A hash of each op, excluding its path and ranges."""
         encoded = (msgspec.msgpack.encode(msgspec.structs.replace(op, path="", ranges=())) for op in self.ops)
         return [hashlib.blake2b(of_op, digest_size=32).digest() for of_op in encoded]
 
@@ -522,7 +522,7 @@ def captures_site(op: BoundOp) -> bool:
 
 
 def stored_op(op: BoundOp, ordinal: int) -> int:
-    """Return the ordinal under which an op's rows are stored."""
+    """Return the ordinal of an op in captures, with `PROBE` added if its rows are not the site's."""
     return ordinal + (PROBE if op.kind == CAPTURE and not captures_site(op) else 0)
 
 
@@ -569,8 +569,8 @@ Products = Callable[[BoundOp], tuple[np.ndarray, np.ndarray]]  # a `Compare` op'
 
 
 def decided(bound: BoundProgram, ids: np.ndarray, products: Products) -> Callable[[Guard], np.ndarray]:
-    """Return a function from a guard to a mask over the tokens `ids`, True where the guard held. It replays the
-    kernel's decisions from the compared `products`."""
+    """Replay the kernel's decisions from the compared `products`. Returns a function from a guard to a mask over the
+    tokens `ids`, True where the guard held."""
     count = len(ids)
     bits, latches, position = np.zeros(count, np.int64), dict[int, int](), np.arange(count)
     for op in bound.ops:
@@ -603,7 +603,7 @@ def acted_on(
 
     ids: the ids of all tokens with activations
     ids_of: conditions' token ids, by bank key
-    held: the result of `decided`; None counts a guarded op at all its positions
+    held: the result of `decided`; if None, guards are ignored
     """
     positions = [np.arange(start, min(stop, len(ids))) for start, stop, *_ in op.ranges if start < len(ids)]
     joined = np.concatenate(positions) if positions else np.zeros(0, np.int64)

@@ -1,8 +1,8 @@
 """Cells: many programs on one prompt, as arrays rather than one object per program.
 
 A cell's records are `plan.table` records without addresses: `value` is a row index of a bank key, and `key` and
-`beside` identify the keys. `place` turns them into records for a worker's table. Cells with equally many records form a
-group. Groups are made from bound programs (`cells_of`), or for a whole grid at once (`patched_cells`).
+`beside` identify the keys. `place` turns them into records for a worker's table. Cells with the same number of records
+form a group. Groups are made from bound programs (`cells_of`), or for a whole grid at once (`patched_cells`).
 
     N cells per group · R records per cell · K bank keys · P points
 """
@@ -55,7 +55,7 @@ class CellRecords(msgspec.Struct):
 
     def take(self, which: Sequence[int | None]) -> CellRecords:
         """Select cells by index, in this order, with the keys they read; None adds a cell without a program. Cells with
-        equally many records form one group."""
+        the same number of records form one group."""
         number = np.array([-1 if i is None else i for i in which])
         place, groups = np.full(self.count + 1, -1), list[CellGroup]()
         for group in self.groups:
@@ -144,7 +144,7 @@ class CellRecords(msgspec.Struct):
 
 
 def _merged(groups: Iterable[CellGroup]) -> list[CellGroup]:
-    """Merge groups whose cells have equally many records."""
+    """Merge groups whose cells have the same number of records."""
     by_size: dict[int, list[CellGroup]] = {}
     for group in groups:
         by_size.setdefault(group.records.shape[1], []).append(group)
@@ -269,8 +269,8 @@ def joined(several: Sequence[CellRecords]) -> CellRecords:
 
 
 class PatchedPart(NamedTuple):
-    """A point that a cell changes: its number, the columns (`pack_columns`; 0: all), and the bank key of the rows to
-    write, if any."""
+    """A point that a cell changes: the point's number, the columns (`pack_columns`; 0: all), and the bank key of the
+    rows to write (None: no rows)."""
 
     point: int
     columns: int

@@ -1,4 +1,4 @@
-"""Cuts: the part of a prompt that a program must recompute, and groups of requests that share a pass.
+"""Cuts: the part of a prompt that a program must recompute, and groups of requests that share a forward pass.
 
 Below the first layer and before the first position that a program touches, every run of a prompt equals the unedited
 run, its *trunk*. A pass leaves the trunk at a *cut*: it computes only layers and positions at or after the cut.
@@ -30,14 +30,14 @@ class Cut(NamedTuple):
 
 
 class PassGroup(NamedTuple):
-    """The requests of one pass, by index. Without a cut, the pass computes everything."""
+    """The indices of requests that share a pass, and its cut. Without a cut, the pass computes everything."""
 
     index: list[int]
     cut: Cut | None = None
 
 
 class CutRequest(NamedTuple):
-    """A request: its prompt, its program, and True if its passes may start at a cut."""
+    """A request's prompt and program. `may_cut`: True if its passes may start at a cut."""
 
     prompt: Sequence[int]
     bound: BoundProgram | None
@@ -45,7 +45,7 @@ class CutRequest(NamedTuple):
 
 
 def first_layers(sites: SiteMap) -> list[int]:
-    """Return, by point, the first layer to compute for an op at the point: the point's own, 0 for the embedding, L (no
+    """Return, by point, the first layer to recompute for an op there: the point's own, 0 for the embedding, L (no
     layer) after the layers."""
     outside = {"embed": 0}
     return [outside.get(p.kind, sites.layers) if p.layer is None else p.layer for p in sites.points]
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     """The cost of passes over a prompt, in rows times layers.
 
     layers, length: L and T
-    pass_rows: the fixed cost per layer of a pass, in rows
+    pass_rows: a pass's fixed cost per layer, in rows
     """
 
     layers: int
@@ -118,7 +118,7 @@ def group(
 
 
 def in_order(index: Sequence[int], size: int) -> list[PassGroup]:
-    """Return groups of `size` requests, computed in full."""
+    """Group requests in order, `size` per group, to be computed in full."""
     return [PassGroup(list(index[i : i + size])) for i in range(0, len(index), size)]
 
 

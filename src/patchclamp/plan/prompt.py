@@ -46,7 +46,7 @@ class Case(msgspec.Struct):
 class Prompt(msgspec.Struct):
     """A prompt's token ids, and the data for selections.
 
-    spell: returns the text, and each token's (first, last + 1) characters, for spans
+    spell: returns the text, and each token's character offsets (begin, end), for spans
     turns: returns each chat message's role and token positions, for roles; None if the prompt is not a chat
     images: the positions of each image's placeholder tokens
     bare: encodes text without special tokens, for delimiters; None: no tokenizer
@@ -103,7 +103,7 @@ class Prompt(msgspec.Struct):
         return ids[0] if len(ids) == 1 else None
 
     def cases(self, tokens: Tokens, limit: int, lowest: int = 0) -> list[Case]:
-        """Return a selection's distinct positions below `limit`: first unconditional, then conditional positions.
+        """Split a selection's positions below `limit` by condition: first the unconditional, then the conditional ones.
         `lowest`: the first position that has rows; `every` and its ranges start there.
         """
         spans = {leaf for leaf in leaves(tokens) if isinstance(leaf, Between)}

@@ -42,7 +42,7 @@ Sizes = Mapping[str, tuple[int, int]]  # by bank key: the number of rows and the
 def bank_sizes(
     bound: BoundProgram, vectors: Mapping[str, np.ndarray], sites: SiteMap, rows_of: Callable[[str, int], int]
 ) -> dict[str, tuple[int, int]]:
-    """Return (rows, row width) of every bank key a bound program reads. `rows_of(run, point)` counts captured rows."""
+    """Return (rows, row width) of every bank key a bound program reads. `rows_of(run, point)`: a run's row count."""
     sizes: dict[str, tuple[int, int]] = {}
     for key in dict.fromkeys(key for op in bound.ops for key in op.keys):
         source, own = source_of(key), own_point(key)
@@ -78,7 +78,7 @@ def resident_name(key: str, sharded: bool) -> str:
 
 
 def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[str, tuple[int, int]]:
-    """Return sizes by `resident_name`."""
+    """Return `sizes` by `resident_name` instead of by bank key."""
     names: dict[str, tuple[int, int]] = {}
     for op in bound.ops:
         sharded = bool(op.points) and sites.shard_count(op.points[0]) > 1 and not isinstance(op.action, Attended)

@@ -25,10 +25,10 @@ from patchclamp.store.tensors import CAPTURED
 class Batch(msgspec.Struct, frozen=True):
     """The requests of a step.
 
-    slot [N]: 0 for a request without a program
-    row [N]: the first flat row
-    position [N]: the first position
-    count [N]: the number of positions
+    slot [N]: each request's slot; 0 without a program
+    row [N]: each request's first flat row
+    position [N]: the position of that row
+    count [N]: the number of consecutive positions
     rows: R, the flat rows of the step
     samples [N]: the number of sampled rows, a request's last rows, whose logits are computed; None: 1 each. With
         speculative decoding these are the newest token's and the draft tokens' rows
@@ -90,9 +90,9 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     result, result_row [A]: for a pooled or encoded region, the buffer offset of its results, and the result row size
     size: the size of the buffer
     unit_bytes: the unit of `base`, `row` and `size`: 4 for fp32 numbers, 1 if rows have their own dtype
-    steady_steps: the number of further steps, of one token per request, that capture the same rows
-    scratch: the size of the rows to reduce, which follow the buffer and live for one step
-    sampled_size: the size of the sampled rows, which come first if rows have their own dtype
+    steady_steps: the number of later decode steps (one token per request) that can reuse the plan
+    scratch: the size of the rows to reduce, placed after the buffer and discarded after the step
+    sampled_size: the size of the sampled rows, placed first in the buffer if rows have their own dtype
     """
 
     tokens: RowLabels
@@ -125,11 +125,11 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return msgspec.structs.replace(self, tokens=tokens, sampled=sampled, begin=begin, steady_steps=steady_steps)
 
     def begins(self, steps: int) -> np.ndarray:
-        """Return the first position each range keeps in the step `steps` later, [C]."""
+        """Return the first position that each range keeps `steps` steps later, [C]."""
         return np.where(self.count > 0, self.begin + steps, self.begin) if steps and self.size else self.begin
 
     def target(self, range_number: np.ndarray, region_number: np.ndarray) -> np.ndarray:
-        """Return the offset of each range's rows in a region of the step's buffer, for range and region ids."""
+        """Return the buffer offset of each range's first row in a region, given range and region ids."""
         region = self.layout.region_of_number[region_number]
         return self.base[region] + self.offset[self.layout.range_of_number[range_number]] * self.row[region]
 
@@ -157,7 +157,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
     @functools.cached_property
     def reduced(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
         """The regions pooled or encoded in the step, each with its mode (`CaptureLayout.pool`), its results' capture
-        ranges, in order, and the number of rows behind each result."""
+        ranges, in order, and the number of rows that each result combines."""
         layout, kept = self.layout, self.kept
         of_group = {group: kept.group == group for group in np.flatnonzero(layout.pool).tolist()}
         return [
@@ -320,8 +320,8 @@ def _offsets(count: np.ndarray, layout: CaptureLayout) -> tuple[np.ndarray, np.n
 
 
 def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
-    """Return the number of further steps in which no range is entered or left. `position` [C]: the position of the
-    range's request, −1 if it is not in the step."""
+    """Return the number of later decode steps before a request enters or leaves a range. `position` [C]: the position
+    of the range's request, −1 if it is not in the step."""
     steps = np.where(position < start, start, stop) - position
     steps = steps[(position >= 0) & (steps > 0)]
     return int(steps.min()) - 1 if len(steps) else FOREVER

@@ -198,7 +198,7 @@ class CaptureRanges:
         self, slots: np.ndarray, op: np.ndarray, start: np.ndarray, stop: np.ndarray, dtype: np.ndarray,
         point: np.ndarray, products: np.ndarray, pool: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Add the ranges of programs' capture records, K each and sorted by point. The programs differ only in `slots`
+        """Add the ranges of N programs with K capture records each, sorted by point. Programs differ only in `slots`
         [N], `start` and `stop` [N, K]. Returns the range ids [N, K] and region ids [K]."""
         range_number, region_number = np.zeros(start.shape, np.int64), np.zeros(len(op), np.int64)
         kept_as = dtype + len(DTYPES) * (pool + READINGS * products)
@@ -405,7 +405,7 @@ def records_of_alike(
 
 def record_count(ops: Sequence[BoundOp]) -> int:
     """Return the maximum number of a bound program's records, on a worker with all points. An attention edit has
-    records at its queries and at the result."""
+    records both at its queries and at the result."""
     return sum(
         len(op.points) * len(op.ranges)
         * (1 + (op.condition is not None) + (op.guard is not None) + isinstance(op.action, Attended))
@@ -599,7 +599,7 @@ def columns_of(record: np.void) -> slice:
 
 
 class ProgramTable:
-    """Records of up to `slots` requests at `points` points, `records` in total.
+    """The records of up to `slots` requests at `points` points, with room for `records` in total.
 
     first [slots + 1, points + 1]: int32, the first record of each slot at each point
     generation [slots + 1]: int32, the number of programs each slot has held
@@ -637,7 +637,7 @@ class ProgramTable:
         self.install_alike(records[None], counts[None], np.array([slot]), np.array([begin]))
 
     def install_alike(self, records: np.ndarray, counts: np.ndarray, slots: np.ndarray, begins: np.ndarray) -> None:
-        """Install requests with equally many records [N, R]; counts [N, points], slots [N], begins [N]."""
+        """Install requests with the same number of records, [N, R]; counts [N, points], slots [N], begins [N]."""
         places = begins[:, None] + np.arange(records.shape[1])
         self.generation[slots] = self.generation[slots] % (1 << 30) + 1
         self.records[places] = records
@@ -688,8 +688,8 @@ class ProgramTable:
         return slots[self._acts[slots, point]].tolist()
 
     def unsettled(self, slot: np.ndarray, position: np.ndarray, samples: np.ndarray | None) -> np.ndarray:
-        """Begin a planned step, given as the fields of a `Batch`. Returns the position from which each slot's latches
-        are cleared, [slots + 1]; NEVER clears none.
+        """Begin a planned step; the arguments are fields of its `Batch`. Returns, by slot, the position from which
+        latches are cleared, [slots + 1]; NEVER: none are cleared.
 
         Only draft tokens of the slot's last step can have been rejected, and this step computes from the first rejected
         position onward. After a preemption it also recomputes earlier positions, but keeps their decisions.

@@ -82,8 +82,8 @@ class Decided(msgspec.Struct):
     bits: the depth and point where each bit is set
     latches: the depth and point where each latch is set, and the lowest position that sets it
     spans: the bit kept by each span's latch, and the depth where the latch is read
-    probes: the names of the kept probes
-    reading: the op that keeps a probe, as long as only this probe's tests have followed the op
+    probes: the names of the probes read so far
+    reading: the latest op that reads a probe, if only comparisons have followed it
     """
 
     bits: dict[int, tuple[int, int]] = {}
@@ -263,7 +263,7 @@ def _check_ranges(op: BoundOp, frame: Frame) -> None:
 
 
 def _check_shards(op: BoundOp, sites: SiteMap) -> None:
-    """Check an op on rows sharded across workers."""
+    """Check that an op reads only rows sharded like its own, and sums over no sharded row."""
     for key, point in op.reads() if op.is_edit else ():
         read = source_of(key)
         cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)

@@ -59,7 +59,7 @@ class Sizes(msgspec.Struct, frozen=True):
                 "Z": self.heads * (self.d_result or self.d_head), "M": self.d_mlp, "X": self.experts}[size]  # fmt: skip
 
     def factor(self, scale: str | float) -> float:
-        """Return the value of a tap's `scale`, default 1."""
+        """Return a tap's `scale` as a number: 1 if it is empty; names are looked up in `factors`."""
         if not scale:
             return 1.0
         return self.factors[scale] if isinstance(scale, str) else scale
@@ -148,8 +148,8 @@ KINDS = {  # config names of layer kinds, including MLP-only layers
 
 
 def layer_kinds(config: Any, layers: int) -> list[str]:
-    """Return each layer's kind in a config: `attention`, a `recurrent` mixer, or only an `mlp` or `experts`. If the
-    config lists no kinds, all layers have attention."""
+    """Return each layer's kind from a config: `attention`, `recurrent`, or, for a layer without a mixer, `mlp` or
+    `experts`. If the config lists no kinds, all layers have attention."""
     names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     said = next((list(kinds) for name in names if (kinds := getattr(config, name, None))), [])
     return [KINDS.get(kind, "attention") for kind in said] if len(said) == layers else ["attention"] * layers
@@ -219,7 +219,7 @@ class View(msgspec.Struct, frozen=True):
     heads: the tensor's number of key/value heads if heads are mixed; otherwise 0
     size: the number of the point's columns per key/value head if heads are mixed; otherwise 0
     by_head: True if the tensor is [B, H, T, E]
-    factor: the point's values are the tensor times this factor
+    factor: multiplies the tensor's values to give the point's values
     """
 
     tensor_width: int
@@ -230,7 +230,7 @@ class View(msgspec.Struct, frozen=True):
     factor: float = 1.0
 
     def columns(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """Return the point's columns [N, W] of the tensor's rows, before the factor."""
+        """Return the point's columns [N, W] of the tensor's rows, without applying `factor`."""
         if self.heads:
             by_head = rows.reshape(len(rows), self.heads, -1)
             return by_head[:, :, self.first : self.first + self.size].reshape(len(rows), width)
@@ -257,7 +257,7 @@ class SiteRef(msgspec.Struct, frozen=True):
 
 
 class Shard(NamedTuple):
-    """Shard `number` of a row: columns first … end − 1. Only one of the workers with the same shard `keeps` its
+    """Shard `number` of a row: columns first … end − 1. Of the workers that share a shard, only one `keeps` its
     captures."""
 
     number: int
@@ -267,8 +267,8 @@ class Shard(NamedTuple):
 
 
 class Dictionary(NamedTuple):
-    """An attached SAE with the sites it reads (`at`) and writes (`to`). `rows` returns selected features; `sae` is None
-    in a server's clients, which have only the SAE's card."""
+    """An attached SAE with the sites it reads (`at`) and writes (`to`). `rows` returns the weights of
+    given features. `sae` is None in a server's clients, which have only the card."""
 
     card: DictionaryCard
     at: SiteRef
@@ -278,7 +278,7 @@ class Dictionary(NamedTuple):
 
 
 def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, dtype: str = "float32") -> Dictionary:
-    """Resolve the sites of an SAE for `lm.attach`; its matrices have `dtype`. Raises `ProgramError`, `ShapeError` or
+    """Resolve an SAE's sites for `lm.attach`. `dtype`: its matrices' dtype. Raises `ProgramError`, `ShapeError` or
     `UnsupportedSite`."""
     if not isinstance(sae, SAE):
         raise ProgramError(f"expected a pc.SAE, such as pc.SAE.load(path), got {type(sae).__name__}", "sae")
@@ -354,7 +354,7 @@ class SiteMap:
         return sorted({*self._layers_of[kind], *self._layers_of.get(elsewhere, ())})
 
     def taps(self, engine: Literal["transformers", "vllm"]) -> list[tuple[Point, Tap]]:
-        """Return every point with its tap on an engine. Module paths contain the layer's number."""
+        """Return every point with its tap on an engine, whose module path contains the layer's number."""
         return [(point, self._tap(point, engine)) for point in self.points]
 
     def _tap(self, point: Point, engine: str) -> Tap:
@@ -396,7 +396,7 @@ class SiteMap:
         return Shard(number, number * size, (number + 1) * size, rank * shards % self.tensor_parallel == 0)
 
     def depth(self, point: int) -> int:
-        """Return a point's rank in computation order. A layer's points share it, except the stream before the layer."""
+        """Return a point's rank in computation order. A layer's points share one rank, except its input stream."""
         kind, layer = self.points[point].kind, self.points[point].layer
         if layer is None:
             return {"embed": -1, "stream_end": 2 * self.layers}.get(kind, 2 * self.layers + 1)

@@ -35,10 +35,10 @@ class Tap(msgspec.Struct, frozen=True):
     hidden: the index of the positional argument, or the name of the keyword argument; for `out`, the tuple index
     residual: as `hidden`, for the second tensor if the engine keeps the stream as a sum of two tensors; else None
     of: the widths of the tensors packed side by side in this tensor; empty: not packed
-    part: the index of the point's tensor among the packed ones
+    part: the index of the point's tensor among the packed tensors
     mixed: True if the packed tensors alternate per key/value head, each head beside its queries
     by_head: True if the tensor is [B, H, T, E]
-    scale: a factor, or its config name; the site is the tensor times this factor
+    scale: a factor, or its config name; multiplies the tensor's values to give the site's values
     rerun: True if an edit reruns the module because its other results depend on the tensor (a router's choice)
     copied: True if the module gets a copy of its input because another module reads the same tensor
     """
@@ -99,8 +99,8 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     gated: True if a gate multiplies attention's result, before `z`
     both: True if each layer has attention and a state space in parallel, each added to the stream
     afterwards: a description of the operations after the MLP if a layer's end is not `resid_mid` + `mlp_out`
-    unchecked: the reason why self-checks cannot compare `embed` with the token embedding (it is more than a multiple
-        of it); "" if they can
+    unchecked: the reason why self-checks cannot compare `embed` with the token embedding (`embed` is not a mere
+        multiple of it); "" if they can
     """
 
     name: str
@@ -133,7 +133,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def sites(self) -> dict[str, tuple[str, int]]:
-        """The family's sites: by name, the point kind and its layer offset."""
+        """The point kind and layer offset of each site of the family, by site name."""
         kinds = {word: (word, 0) if word in self.points else STREAM.get(word, (word, 0)) for word in SITES}
         kinds |= dict.fromkeys(DERIVED, (ROTATED, 0))
         return {word: at for word, at in kinds.items() if at[0] in self.points and word not in self.lacks}
@@ -165,7 +165,7 @@ def sharded(transformers: Tap, vllm: Tap | None = None, width: Size = "Q", **res
 
 
 def results(o_proj: str, attention: str) -> PointKind:
-    """Make the point kind of the heads' results: the output projection's input; on vLLM, the attention's result."""
+    """Make the point kind of the heads' results: the output projection's input or, on vLLM, the attention's result."""
     return sharded(Tap(o_proj, "in"), Tap(attention, "attention"))
 
 
@@ -272,7 +272,7 @@ _GEMMA4 = NO_EXPERTS | dict.fromkeys("qkvz", _UNLIKE)
 
 
 def _gemma4(name: str, lacks: dict[str, str], needs: dict[str, Any], **points: PointKind) -> Family:
-    """Make a Gemma 4 table. A layer ends with a per-layer embedding (smaller models) and a factor for the stream."""
+    """Make a Gemma 4 table. A layer ends by adding a per-layer embedding (smaller models) and scaling the stream."""
     return without(
         GEMMA2, name, "Gemma4ForCausalLM", lacks, **points, stream=kind(Tap(L, "in"), Tap(L, "in", 1)),
         mid=same(L + ".pre_feedforward_layernorm", "in"), **end(NORM),

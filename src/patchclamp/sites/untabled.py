@@ -5,7 +5,7 @@ omitted; the others are proved on the live model.
 
 1. `Recorder` records the run: the dataflow between values, and the arguments and results of every module call.
 2. `Flow` finds the stream. A layer's arguments are the stream, or two tensors that sum to it. The layer's gain is the
-   next layer's stream, as a sum, minus the layer's own. Each term of a gain is looked up among the modules' results.
+   stream after the layer minus the stream before it, as a sum. Its terms are looked up among the modules' results.
 3. `places` finds the sites, as plain data for any process; `untabled` makes the table.
 
     T tokens of the run · D model width · l layer
@@ -44,8 +44,8 @@ ATTENTION_NAME = re.compile(r"att(ention|n)")
 class Value(msgspec.Struct):
     """A tensor's content.
 
-    op, of: the op that computed it, and the op's inputs; `add` and `scale` (by `factor`) are arithmetic
-    path: the innermost module that computed it
+    op, of: the op that computed it, and the op's input values; `scale` multiplies by `factor`
+    path: the innermost module whose call computed it
     """
 
     op: str
@@ -58,9 +58,9 @@ class Value(msgspec.Struct):
 class ModuleCall(msgspec.Struct):
     """A module call.
 
-    given, result: the values of its tensor arguments and results
+    given, result: the indices in `Record.values` of its tensor arguments and results
     shapes, result_shapes: the shapes of the arguments and of the results
-    begin, end: the number of values before and after the call
+    begin, end: the number of values recorded before the call, and by its end
     """
 
     path: str
@@ -72,11 +72,11 @@ class ModuleCall(msgspec.Struct):
     end: int = -1
 
     def takes(self, key: Key, width: int, tokens: int) -> bool:
-        """True if an argument is rows [T, width]."""
+        """True if argument `key` consists of rows [T, width]."""
         return _is_rows(self.shapes.get(key, ()), width, tokens)
 
     def returns(self, item: int, width: int, tokens: int) -> bool:
-        """True if an item of the result is rows [T, width]."""
+        """True if item `item` of the result consists of rows [T, width]."""
         return _is_rows(self.result_shapes.get(item, ()), width, tokens)
 
 
@@ -85,10 +85,10 @@ def _is_rows(shape: tuple[int, ...], width: int, tokens: int) -> bool:
 
 
 class Record(msgspec.Struct, dict=True):
-    """The record of one run.
+    """The values and module calls recorded in one run.
 
     kinds: each module's class names, by path (`kinds_of`)
-    ids: the number of the value that holds the token ids
+    ids: the index of the token ids' value
     guessed: modules that failed on meta tensors, with the error; assumed to return a tensor like their first argument
     """
 
@@ -184,7 +184,7 @@ class Flow:
         return fitting[0]
 
     def wide(self, call: ModuleCall) -> dict[Key, int]:
-        """Return a call's arguments that are rows [T, D]."""
+        """Return the values of a call's arguments that consist of rows [T, D], by argument."""
         return {key: value for key, value in call.given.items() if call.takes(key, self.width, self.tokens)}
 
     def _stream(self) -> tuple[tuple[Key, ...], ModuleCall, tuple[Key, ...], bool]:
@@ -309,9 +309,9 @@ WIDTHS: dict[str, Size] = {"z": "Q", "neurons": "M"}  # sites with a row width o
 
 
 class FoundTensor(msgspec.Struct, frozen=True):
-    """A tensor at a module's input or output. `layers`: the layers that have it (`{l}` in its path), or None.
+    """A tensor at a module's input or output. `layers`: the layers that have it, if its path contains `{l}`.
 
-    keys: the arguments that sum to it, or the index of the result's item
+    keys: the arguments whose sum is the tensor, or the tensor's index in the module's result
     factor: the tensor's factor when it is added to the stream
     """
 
@@ -395,7 +395,7 @@ def _embed(flow: Flow) -> FoundTensor | None:
 
 
 def _changes_embedding(flow: Flow, embed: FoundTensor | None) -> bool:
-    """True if `embed`, or the first layer's stream without one, is more than a multiple of the token embedding."""
+    """True if `embed` (None: the first layer's stream) is not just a multiple of the token embedding."""
     record = flow.record
     values = flow.carried(0) if embed is None else [record.by_path[embed.path][0].result[0]]
     sources = set().union(*(record.sources(value) for value in values))
@@ -426,13 +426,13 @@ def _added(flow: Flow, part: str) -> FoundTensor:
 
 
 def _returning(flow: Flow, layer: int, term: int, factor: float) -> FoundTensor:
-    """Find the outermost module of a layer that returns a term before the term is read."""
+    """Find the outermost module in a layer that returns a term before any op reads the term."""
     inside = f"{flow.layers}.{layer}."
     for call, item in flow.record.returned.get(term, ()):
         if call.path.startswith(inside) and flow.unread(term, call.end):
             return FoundTensor(flow.layers + ".{l}." + call.path[len(inside) :], "out", (item,), None, factor)
     value = flow.record.values[term]
-    raise NotFound(f"the term added to the stream is not a module's result but that of {value.op} in {value.path}")
+    raise NotFound(f"no module returns the term added to the stream, which {value.op} computes in {value.path}")
 
 
 def _mid(flow: Flow) -> FoundTensor:
@@ -469,8 +469,8 @@ def _alike(spots: list[FoundTensor], layers: tuple[int, ...]) -> FoundTensor:
 
 
 def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) -> FoundTensor:
-    """Find the input of the last projection (one of `ends`) in the layer module with one of `names`. The module may
-    only wrap another one with such a name, like EXAONE's `attn.attention`."""
+    """Find the input of a block's output projection. `names`, `ends`: possible names of the block and the projection. A
+    block may only wrap another block with such a name, as in EXAONE's `attn.attention`."""
     path = flow.layers + ".{l}"
     holding = [layer for layer in range(flow.count) if set(names) & set(flow.record.children(path.format(l=layer)))]
     layers = holding or list(range(flow.count))
@@ -485,7 +485,7 @@ def _end(flow: Flow, width: int, names: tuple[str, ...], ends: tuple[str, ...]) 
 
 
 def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) -> str:
-    """Return the one of `names` that is a child of the module in every layer. Raises `NotFound`."""
+    """Return the only name in `names` that is a child of the module in every layer. Raises `NotFound` without one."""
     children = {layer: flow.record.children(path.format(l=layer)) for layer in layers}
     shared = [name for name in names if all(name in of_layer for of_layer in children.values())]
     if len(shared) != 1:
