@@ -117,7 +117,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
         """Return plot data of whole patterns, such as "pattern[3]": a map per head, and their mean. Without names, plot
         the captured patterns that share the first one's queries, up to `MAX_SHOWN` values.
 
-        Raises `ProgramError` if there are none: captures of spans, of the largest keys or of scores have no plot.
+        Raises `ProgramError` if no whole pattern was captured: spans, the largest keys and scores have no plot.
         """
         tokens, queries, maps = self._run.token_strings, list[int](), dict[str, np.ndarray]()
         for name in names or self:
