@@ -29,12 +29,12 @@ MAX_SHOWN = 1 << 21  # values in a picture for which the caller named no capture
 
 
 class AttentionResult(NamedTuple):
-    """The attention of queries in one layer.
+    """Attention values in one layer or in several.
 
-    positions: the queries' positions, [T]
-    keys: the position of each key, [K]; None for spans. With `top`, the positions of each head's largest values, [T, H,
-        K], −1 where a query sees fewer keys
-    values: fp32, [T, H, K]. One head drops the axis H here and in `keys`; several layers add a leading axis L to both
+    positions: the position of each query, [T]
+    keys: the position of each key, [K]; None for spans. With `top`: the key positions of each head's largest values,
+        [T, H, K], padded with −1 where a query sees fewer keys
+    values: fp32, [T, H, K]. A single head drops H, and several layers add a leading L; so do `keys` with `top`
     """
 
     site: str
@@ -47,7 +47,7 @@ class AttentionResult(NamedTuple):
 
 
 class ReadRun(Protocol):
-    """The part of a `Run` that reading attention requires."""
+    """The interface of `Run` that `AttentionRead` uses."""
 
     @property
     def model(self) -> Model: ...
@@ -66,7 +66,7 @@ class AttentionRead(Mapping[str, AttentionResult]):
     "capture[0]". Results are read on access. A site returns its last capture; earlier captures are listed by path."""
 
     def __init__(self, run: ReadRun, ops: list[tuple[int, BoundOp]]) -> None:
-        """`ops`: the run's attention captures, each with the index of its stored rows."""
+        """`ops`: the run's attention captures, each with the op number of its stored rows."""
         self._run = run
         # by site and layer, (stored row index, reader, op) of each capture, the last first
         self._ops: dict[tuple[str, int | None], list[tuple[int, AttentionReader, BoundOp]]] = {}
@@ -114,10 +114,10 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return f"<attention: {', '.join(self) or 'none'}>"
 
     def picture(self, *names: Site | str) -> AttentionMaps:
-        """Return plot data of whole patterns, such as "pattern[3]": the mean over heads, and each head. Without names,
-        patterns with the same queries are plotted, as many as a page holds.
+        """Return plot data of whole patterns, such as "pattern[3]": a map per head, and their mean. Without names, plot
+        the captured patterns that share the first one's queries, up to `MAX_SHOWN` values.
 
-        Raises `ProgramError` without whole patterns: spans, the largest keys and scores cannot be plotted.
+        Raises `ProgramError` if no whole pattern was captured: spans, the largest keys and scores have no plot.
         """
         tokens, queries, maps = self._run.token_strings, list[int](), dict[str, np.ndarray]()
         for name in names or self:
@@ -158,12 +158,12 @@ class AttentionRead(Mapping[str, AttentionResult]):
             return None
 
     def of_layers(self, at: Site, path: str = "") -> list[AttentionResult]:
-        """Return the results of a site's layers, from the capture at `path` or the last captures. A site without layers
-        means all captured layers. Values may be views of the rows. Raises `ProgramError` if queries or keys differ."""
+        """Return a site's result in each layer, from the capture at `path` or each layer's last capture; by default in
+        all captured layers. Values may be views of stored rows. Raises `ProgramError` if queries or keys differ."""
         several = [self._read(at, ref, path) for ref in self._refs(at)]
         keys = [each.keys is not None and (each.keys.ndim > 1 or each.keys.tobytes()) for each in several]
         if len({(*each.positions, each.values.shape, of) for each, of in zip(several, keys, strict=True)}) > 1:
-            raise ProgramError(f"{at}: queries or keys differ between layers: read one at a time")
+            raise ProgramError(f"{at}: queries or keys differ between layers: read one layer at a time")
         return several
 
     def layers(self, at: Site, path: str = "") -> list[int]:
@@ -178,13 +178,13 @@ class AttentionRead(Mapping[str, AttentionResult]):
         return [each for each in self._ops.get((at.name, ref.layer), []) if path in ("", each[2].path)]
 
     def _heads(self, ref: SiteRef) -> tuple[int, int]:
-        """Return a site's half-open range of heads."""
+        """Return the half-open range of heads that a site covers."""
         sizes = self._run.site_map.sizes
         first, end = ref.columns or (0, sizes.heads * sizes.d_head)
         return first // sizes.d_head, end // sizes.d_head
 
     def _found(self, at: Site, ref: SiteRef, path: str) -> tuple[int, AttentionReader, BoundOp] | None:
-        """Return the last capture that has all heads of a site, with the index of its stored rows; None without one."""
+        """Return (op number, reader, op) of the last capture that covers all heads of a site, or None."""
         first, end = self._heads(ref)
         kept = self._kept(at, ref, path)
         return next((each for each in kept if each[1].first <= first and end <= each[1].first + each[1].heads), None)
@@ -229,5 +229,5 @@ def attention_rows(read: AttentionRead, at: Site, path: str) -> torch.Tensor | n
 
 
 def _range_of(index: np.ndarray) -> np.ndarray | slice:
-    """Convert consecutive indices to a slice, which avoids a copy. Other indices are returned unchanged."""
+    """Convert consecutive indices to a slice, which avoids a copy; return other indices unchanged."""
     return slice(int(index[0]), int(index[-1]) + 1) if len(index) and (np.diff(index) == 1).all() else index

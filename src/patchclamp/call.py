@@ -1,4 +1,4 @@
-"""The arguments of a call, and their parsing. An argument is one value for all prompts, or a list with one each."""
+"""Parsing of call arguments. An argument is one value for all prompts, or a list with one value per prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_RUNS = 16_384  # per prompt, as in vLLM
 
 
 class GradeArguments(TypedDict, total=False):
-    """The arguments of `LM.grade` besides prompt and programs."""
+    """The keyword arguments that all overloads of `LM.grade` share."""
 
     score: Any
     kl: bool
@@ -27,8 +27,8 @@ class GradeArguments(TypedDict, total=False):
 
 
 class CallArguments(TypedDict, total=False):
-    """The optional arguments that `lm.run`, `lm.arun` and `lm.stream` share, besides `messages` and `n`; `LM.run`
-    explains them, and `LM._read_call` has their defaults."""
+    """The optional arguments that `lm.run`, `lm.arun` and `lm.stream` share, other than `messages` and `n`.
+    `LM.run` documents them, and `LM._read_call` has their defaults."""
 
     max_tokens: int
     edits: Any
@@ -44,7 +44,7 @@ class CallArguments(TypedDict, total=False):
 
 
 def count_of(sampling: dict[str, Any]) -> int:
-    """Remove `n` from a prompt's sampling parameters, and return it: the number of runs of the prompt."""
+    """Pop `n`, the number of runs of a prompt, from its sampling parameters; 1 by default."""
     count = sampling.pop("n", None)
     count = 1 if count is None else count
     if not is_token_id(count) or not 1 <= count <= MAX_RUNS:
@@ -55,7 +55,7 @@ def count_of(sampling: dict[str, Any]) -> int:
 
 
 def samplings_of(sampling: Any, prompts: int, **given: Any) -> Sequence[Mapping[str, Any]]:
-    """Return each prompt's sampling parameters. `given`: parameters passed as call arguments, or None."""
+    """Return each prompt's sampling parameters. `given`: parameters that are arguments of the call; None if omitted."""
     given = {name: value for name, value in given.items() if value is not None}
     samplings = (
         list(sampling) if isinstance(sampling, (list, tuple)) else [{} if sampling is None else sampling] * prompts
@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def seeded(sampling: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return the sampling parameters of the run at index `number`, seeded as in vLLM, where -1 means no seed."""
+    """Return the parameters of sample `number`, whose seed is `seed` + `number`; −1 is no seed, as in vLLM."""
     seed = sampling.get("seed")
     if seed in (None, -1):
         return sampling

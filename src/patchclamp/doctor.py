@@ -1,4 +1,4 @@
-"""Diagnosis of an installation: the machine, the vLLM functions that patchclamp attaches to, and one model."""
+"""Diagnostics for an installation: the machine, the vLLM functions that patchclamp wraps, and one model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def examine(model: str | None = None, engine: str | None = None, **options: Any) -> Report:
-    """Examine the machine and, with a `model`, an engine started with `options`. Startup errors become findings."""
+    """Check the machine and, given a `model`, an engine started with `options`. Startup errors become findings."""
     findings = [*_versions(), *_vllm(engine)]
     return Report((*findings, *(_model(model, engine, options) if model is not None else ())))
 

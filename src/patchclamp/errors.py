@@ -162,12 +162,12 @@ def unknown(what: str, word: object, known: Iterable[str], path: str | None = No
 
 
 def not_finite(site: str) -> NotFinite:
-    """Return the error for a run whose edits at a site overflow. Its rows were left unedited."""
+    """Return the error for a run whose edits at a site produce non-finite values. The rows were left unedited."""
     return NotFinite(f"the edits at {site} produce values that are not finite; they were not written")
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the class and text of a foreign error, or its location if it has no text."""
+    """Describe an exception by its class and message, or without a message by the line that raised it."""
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -177,7 +177,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def as_patchclamp_error(error: BaseException) -> PatchclampError:
-    """Convert an exception to a `PatchclampError`: a foreign one to a `RunError` with its description, caused by it."""
+    """Return a `PatchclampError` unchanged; wrap any other exception in a `RunError` that describes it."""
     if isinstance(error, PatchclampError):
         return error
     run_error = RunError(describe_error(error))
@@ -189,13 +189,13 @@ Packed = tuple[str, str, str | None]  # an error as plain data: its class, messa
 
 
 def pack(error: Exception) -> Packed:
-    """Pack an error as plain data, to send it to another process."""
+    """Convert an error to plain data, to send it to another process."""
     if isinstance(error, PatchclampError):
         return type(error).__name__, error.message, error.path
     return "RunError", describe_error(error), None
 
 
 def unpack(packed: Packed) -> PatchclampError:
-    """Restore a packed error; an unknown class becomes `RunError`."""
+    """Restore an error from `pack`; an unknown class becomes `RunError`."""
     name, message, path = packed
     return TREE.get(name, RunError)(message, path)

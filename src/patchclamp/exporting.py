@@ -85,8 +85,8 @@ class Exported(msgspec.Struct, frozen=True):
 
     folder: the checkpoint
     kl: the mean KL(original ‖ exported) of the next token over the prompts, in nats
-    error: the largest difference of a log-probability from the program's, with the weights in fp32
-    stored_error: the same difference, with the weights in their stored dtype
+    error: the largest difference from the program's log-probabilities, with the edited weights in fp32
+    stored_error: the same, with the weights rounded to the dtype that is written
     """
 
     folder: Path
@@ -96,7 +96,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 class _Edit(NamedTuple):
-    """One edit. path: the op's path in its program; change: edits rows [N, D] in fp64, with or without the constant."""
+    """One edit. path: the op's path in the program; change: edits rows [N, D] in fp64; the flag adds the constant."""
 
     path: str
     change: Callable[[torch.Tensor, bool], torch.Tensor]
@@ -111,10 +111,10 @@ def export(
 
     Supports `Add`, `Ablate` and `LowRank` on all tokens at `attn_out` and `mlp_out`, where no norm follows the
     projection; `Ablate` at `embed`; and `Ablate` at every `resid_pre`, `resid_mid` and `resid_post`, with the same
-    directions. A constant needs a bias: the architecture's own, or a Llama's, whose config has flags for biases. A tied
+    directions. A constant needs a bias: one that the architecture has, or that its config can enable (Llama). A tied
     unembedding keeps its weights, and is stored separately if the embedding changes.
 
-    model: a hub id, a folder, or an `LM` of one, whose bank is used. It is loaded on Transformers, on the CPU in fp32
+    model: a hub id, a folder, or an `LM`, whose bank is used. The model is loaded on Transformers, on the CPU in fp32
     program: an op, a list of ops, or a `Program`
     out: a folder, which must be empty or not exist
     prompts: texts or token ids (with `chat`, texts or lists of messages) to measure the effect on; default: random
@@ -190,9 +190,9 @@ def export(
 
 
 class _Plan:
-    """A program's edits, sorted by projection (site and layer), embedding, and writes to the stream.
+    """A program's edits, grouped by target: projections (by site and layer), the embedding, and the stream.
 
-    Raises `ProgramError` or `UnsupportedSite` for an op that weights cannot express, with its path.
+    Raises `ProgramError` or `UnsupportedSite`, with the op's path, for an op that weights cannot express.
     """
 
     def __init__(self, lm: LM, program: Program) -> None:
@@ -278,7 +278,7 @@ class _Plan:
         self._stream |= {ref.point: path for ref in self._sites.resolve(op.at)}
 
     def _every_write(self, basis: np.ndarray) -> None:
-        """Replace an ablation of every stream point with ablations of everything written to the stream."""
+        """Convert an ablation at every stream point to ablations of every write to the stream."""
         path = next(iter(self._stream.values()))
         left = [point.number for point in self._sites.points
                 if point.kind in ("stream", "mid", "stream_end") and point.number not in self._stream]  # fmt: skip
@@ -312,7 +312,7 @@ class _Plan:
             self._captures[name, layer] = run[f"{INPUT[name]}[{layer}]"].flatten(1), run[f"{name}[{layer}]"]
 
     def _factor(self, module: Any, name: str, layer: int, path: str) -> float:
-        """Return the ratio of the site's rows to the projection's output. Raises `UnsupportedSite` unless constant."""
+        """Return the constant factor from the projection's output to the site's rows, or raise `UnsupportedSite`."""
         (weight_ID, bias_D), (input_NI, rows_ND) = _matrix(module), self._captures[name, layer]
         made_ND = input_NI @ weight_ID + (0.0 if bias_D is None else bias_D)
         factor = float((rows_ND * made_ND).sum() / (made_ND * made_ND).sum())
@@ -331,7 +331,7 @@ class _Plan:
         return self._sites.family.points[INPUT[name]].transformers.module.format(l=layer)
 
     def apply(self, net: Any) -> list[str]:
-        """Edit a model's weights. Return a line of text for each kind of change."""
+        """Edit a model's weights, and return a sentence per kind of change for the model card."""
         changes = []
         with torch.no_grad():
             if self.embed:
@@ -350,7 +350,7 @@ class _Plan:
         return changes
 
     def _untie(self, net: Any) -> list[str]:
-        """Give a tied unembedding its own weights."""
+        """Untie the unembedding from the embedding, and return a sentence for the model card if it was tied."""
         head, path = net.get_output_embeddings(), self.embed[0].path
         if head.weight is not net.get_input_embeddings().weight:
             return []
@@ -379,7 +379,7 @@ def _rows(vector: Any) -> torch.Tensor:
 
 
 def _shown(data: Any) -> Any:
-    """Return a program's plain data with its vectors truncated, for the model card."""
+    """Truncate the vectors in a program's plain data, for the model card."""
     if isinstance(data, dict):
         return {name: _shown(value) for name, value in data.items()}
     if isinstance(data, list):
@@ -388,7 +388,7 @@ def _shown(data: Any) -> Any:
 
 
 def _add_biases(net: Any, plan: _Plan, name: str, path: str) -> None:
-    """Give every projection of a kind of block a zero bias, as the config flag does."""
+    """Set the config flag for biases in attention or MLP blocks, and add zero biases to their linear layers."""
     if type(net).__name__ not in WITH_FLAGS:
         raise UnsupportedSite(
             f"{type(net).__name__} has no bias at {name}, which a constant requires: export an Ablate, or a "
@@ -403,7 +403,7 @@ def _add_biases(net: Any, plan: _Plan, name: str, path: str) -> None:
 
 
 def _matrix(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return views of a projection's weight, [I, D] to multiply rows from the right, and of its bias [D] or None."""
+    """Return views of a projection's weight [I, D], which multiplies rows from the right, and its bias [D] or None."""
     weight = module.weight.detach()
     bias = None if getattr(module, "bias", None) is None else module.bias.detach()
     return weight if type(module).__name__ == "Conv1D" else weight.T, bias
@@ -456,5 +456,5 @@ def _program_logprobs(lm: LM, prompts: list[list[int]], program: Program) -> lis
 
 
 def _largest(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
-    """Return the largest difference of log-probabilities. Infinite ones (masked logits) must be equal."""
+    """Return the largest absolute difference between log-probabilities. Infinities (masked logits) must be equal."""
     return max(float(np.abs(np.where(a == b, 0.0, a - b)).max()) for a, b in zip(found, wanted, strict=True))

@@ -57,7 +57,7 @@ def read_scores(score: Any, bare: Any, d_vocab: int) -> tuple[tuple[int, ...], .
 
 
 def read_program(program: Any, path: str) -> Program:
-    """Read an item of `programs=`: an op, a list of ops, a `Program`, or None."""
+    """Convert an item of `programs=` (an op, a list of ops, a `Program`, or None) to a `Program`."""
     try:
         if program is None:
             return Program.of(())
@@ -76,7 +76,7 @@ def bound_job(
     name: str, prompt: Prompt, programs: Iterable[Any], scores: Sequence[Sequence[tuple[tuple[int, ...], int]]],
     max_tokens: int, kl: bool, top: int, bindings: Bindings,
 ) -> GradeJob:  # fmt: skip
-    """Create a grading job: a prompt, with every program bound to it. Errors have the program's path. `scores`: as in
+    """Bind programs to a prompt and return the grading job. Paths of errors begin with the program's. `scores`: as in
     `sequences_of`."""
     vectors: dict[str, np.ndarray] = {}
     code: dict[int, Code] = {}
@@ -85,7 +85,7 @@ def bound_job(
     read = [read_program(each, f"programs[{i}]") for i, each in enumerate(programs)]
     for i, program in enumerate(read):
         if program.readout_path:
-            message = "grades do not read captures of a program: pass sites as capture= of lm.grade"
+            message = "graded programs cannot contain captures: pass the sites to lm.grade as capture="
             raise ProgramError(message, f"programs[{i}].{program.readout_path}")
         try:
             binding = bindings.of(program, name, prompt, max_tokens)
@@ -102,10 +102,10 @@ def bound_job(
 
 class _ByRequests:
     """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs, a single request
-    reads all tokens of a score from prompt log-probabilities; many programs may be computed from a cut instead.
+    scores all tokens of an answer by prompt log-probabilities. Many programs may reuse an unedited run instead.
 
-    questions: for each request, the suffix, the tokens to score, the number of top tokens, and True to read prompt
-        log-probabilities
+    questions: one per request: (suffix, tokens to score, number of top tokens, True if prompt log-probabilities are
+        read)
     """
 
     def __init__(self, engine: Engine, job: GradeJob, table: GradeTable) -> None:
@@ -169,11 +169,11 @@ def by_requests(
     engine: Engine, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None],
     batch: int = AT_ONCE,
 ) -> None:  # fmt: skip
-    """Grade by requests the programs that are missing from the jobs' tables, at most `batch` at a time (`Pace`), with
-    two batches in flight.
+    """Grade the programs missing from the jobs' tables as individual requests, in batches of up to `batch` requests
+    (`Pace`) with two batches in flight.
 
-    `tell` is called with the indices of a job and of its graded programs. An error that it raises, or an interrupt,
-    aborts the requests in flight.
+    `tell` is called with a job's index and the indices of the programs just graded. An error that it raises, or an
+    interrupt, aborts the requests in flight.
     """
     running = [_ByRequests(engine, job, table) for job, table in zip(jobs, tables, strict=True)]
     if any(job.kl for job in jobs):
@@ -240,8 +240,8 @@ def _request(
 
 
 def _with_code(op: BoundOp, known: Mapping[int, Code], code: dict[int, Code]) -> BoundOp:
-    """Return an op whose code, if any, has a new number, and add the code to `code` under the number: engines drop the
-    code of ended requests."""
+    """Renumber an op's code, if it has any, and add the code to `code`: engines drop a request's code when it ends, so
+    requests cannot share a number."""
     if not isinstance(op.action, RunCode):
         return op
     number = next(code_numbers)
@@ -257,11 +257,11 @@ def _answer(future: Future[Answer]) -> Answer | PatchclampError:
 
 
 class Pace:
-    """Splits items into batches that take about `BATCH_S`, from the measured speed of earlier batches. The first
-    batches are small. Speed does not affect the order of items.
+    """Splits items, in order, into batches that take about `BATCH_S` at the measured speed of earlier batches. The
+    first batch is small.
 
-    most, first: the maximum number of units in a batch, and in the first batch. An item is one unit, unless `parts`
-        is given `units`
+    most, first: the maximum size of any batch, and of the first batch, in units. An item is one unit, unless `units`
+        of `parts` returns its size
     """
 
     def __init__(self, most: int, first: int = FIRST) -> None:

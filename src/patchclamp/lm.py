@@ -172,12 +172,12 @@ class LM:
         max_tokens: the maximum number of generated tokens
         edits, capture: one program for all prompts, or a list of lists, one per prompt
         temperature: the sampling temperature; greedy by default
-        n: the number of samples per prompt, which need a temperature. A prompt then returns a list of `n` runs, each
-            with its own captures. Sample i has the seed `seed` + i, also for `Noise`
+        n: the number of samples per prompt; more than one requires a temperature. A prompt then returns a list of `n`
+            runs, each with its own captures. Sample i has the seed `seed` + i, also for `Noise`
         sampling: further sampling parameters by vLLM's names, or a list of them, one per prompt. `extra_args` may have
             `fuzz_strength`, `fuzz_seed` and `fuzz_mode` (`language.ops`), applied after the edits
-        score: tokens to score as the next one after the prompt (log-probabilities in `run.scores`), as ids or texts of
-            one token, or a list of such lists, one per prompt
+        score: candidates for the first generated token, as ids or single-token texts, or a list of such lists, one per
+            prompt. `run.scores` has their log-probabilities
         logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k to add the top k
             tokens (`run.top_logprobs`); or a list of these, one per prompt
         prompt_logprobs: the same for each token of the prompt, given the tokens before it (`run.prompt_logprobs` and
@@ -188,7 +188,7 @@ class LM:
         lora: the folder of a PEFT adapter to apply (vLLM with `enable_lora=True`), or a list with a folder or None per
             prompt
 
-        A single run that fails raises its error. Lists of runs are returned whole, with `error` set on failed runs. An
+        If the call returns a single run, a failed run raises its error; in a list, failed runs have `error` set. An
         invalid program raises before anything runs.
         """
         with base.rarely():
@@ -205,7 +205,7 @@ class LM:
 
     async def arun(self, prompt: Any = None, **arguments: Any) -> Any:
         """Run prompts as `run` does, on asyncio: calls awaited together run concurrently, on vLLM in the same batches.
-        A cancelled call stops computing."""
+        Cancelling a call aborts its requests."""
         with base.rarely():
             call = self._read_call(prompt, **arguments)
             watching = self._watching(call)
@@ -238,11 +238,11 @@ class LM:
         return Stream(self.engine, request, lambda answer: self._runs_of(call, [answer]), look_at, watch)
 
     def _look_at(self, request: Request, program: Program) -> Callable[..., Run]:
-        """Return a function that makes a run from a partial answer, with rows read from position `first`."""
+        """Return a function that creates a `Run` from a partial answer; its rows start at position `first`."""
         return lambda answer, first=0: Run(self, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def _watching(self, call: _Call) -> WatchedRuns | None:
-        """Watch the runs of a call; None if no run has a stopping condition."""
+        """Return the `WatchedRuns` of a call, or None if no run has a stopping condition."""
         if not any(condition is not None for condition in call.conditions):
             return None
         parts = zip(call.requests, call.programs, call.conditions, strict=True)
@@ -270,19 +270,19 @@ class LM:
         capture: Any = (), messages: Any = None, chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         """Grade many programs on one prompt, and return its `Grades`: for each program, the log-probabilities of the
-        same next tokens. Programs have no `Run`; on vLLM they share the engine's batches, which is faster than separate
-        requests.
+        same next tokens. There are no `Run` objects; on vLLM, programs share the engine's batches, which is faster
+        than separate requests.
 
         prompt: text or token ids; for a list of either, with a list of programs for each, a list is returned
         programs: a list; each is an op, a list of ops, or a `Program`
-        score: a list of answers to score, each a text, a token id, or a list of ids, whose log-probabilities are
-            summed, each given the ids before it
+        score: a list of answers, each a text, a token id, or a list of ids. An answer's score is the sum of its tokens'
+            log-probabilities, each given the tokens before it
         kl: True for KL(unedited ‖ edited) of the next token over the whole vocabulary, in nats
         top: the number of likeliest next tokens to return, with their log-probabilities
         capture: sites whose rows on the prompt are returned, as in `run`; each program then takes one more request
         messages, chat_template_kwargs: as in `run`
 
-        A program that fails has NaN, and its error in `errors`. An invalid program raises before anything runs.
+        A failed program has NaN grades, and its error is in `errors`. An invalid program raises before anything runs.
         """
         prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
         lists = as_items(programs, "programs") if listed else [programs]
@@ -303,7 +303,7 @@ class LM:
             wanted = Program.of((), capture)
             for path, op in wanted.ops:
                 if not isinstance(op, Capture) or op.at.name in DERIVED:
-                    message = "grades capture only rows of sites: use lm.run for probes, lenses and attention"
+                    message = "lm.grade captures only rows of sites: use lm.run for probes, lenses and attention"
                     raise ProgramError(message, path)
                 rows.append(msgspec.structs.replace(op, tokens=op.tokens & prompt_tokens))
             for one in prompts:  # before anything runs
@@ -323,7 +323,7 @@ class LM:
     def _captured(
         self, call: Mapping[str, Any], programs: Sequence[Any], capture: Sequence[Capture], max_tokens: int
     ) -> list[Captures | None]:
-        """Return the captures of each program on a prompt; None if it failed."""
+        """Run each program on a prompt and return its captures, or None if it failed."""
         found: list[Captures | None] = []
         for begin in range(0, len(programs), CAPTURED_AT_ONCE):
             part = programs[begin : begin + CAPTURED_AT_ONCE]
@@ -357,11 +357,11 @@ class LM:
         tokens before it (teacher forcing).
 
         prompt: text or token ids; for a list of either, a list is returned
-        continuation: text or token ids; for a list of either, such as a question's choices, a list is returned. For a
-            list of prompts: a list with one of these per prompt
-        edits: the edits of every run; `generated` is the continuation
+        continuation: text or token ids; for a list of either, such as a question's choices, a list is returned. With
+            a list of prompts: a list with one of these per prompt
+        edits: the edits of every run; `generated` selects the continuation
 
-        All continuations are graded together (`grade`). Each text is tokenised on its own.
+        All continuations are graded together (`grade`). Prompt and continuation are tokenised separately.
         """
         prompts, listed = self._prompts(prompt, None, None)
         continuations = as_items(continuation, "continuation") if listed else [continuation]
@@ -412,13 +412,13 @@ class LM:
         return self._grade_job(_Prompt(list(prompt)), programs, scores, kl, top, bindings or self.bindings())
 
     def bindings(self) -> Bindings:
-        """Create bindings of programs to this model."""
+        """Create a `Bindings`, which binds programs to prompts of this model."""
         return Bindings(self.sites, self._source, self.bank, self.allows_code)
 
     @property
     def batch_refusal(self) -> str:
         """The reason why graded programs run as requests; "" if they run in the engine's own batches. The first access
-        proves on the live model that batches and requests agree: unedited and edited, at several positions."""
+        checks on the live model that batches and requests agree, for unedited runs and edits at several positions."""
         engine = self.engine
         if engine.batch_difference is None and not engine.batch_refusal:
             try:
@@ -454,7 +454,7 @@ class LM:
         return "" if off <= most else f"log-probabilities differ by {off:.1e} between a batch and requests"
 
     def _proof(self, length: int, scores: int) -> GradeJob:
-        """Create a job of edited and unedited programs on a random prompt. Its third score has two tokens."""
+        """Create a job of edited and unedited programs on a random prompt. The third answer has two tokens."""
         ids = np.random.default_rng(0).integers(self.model.d_vocab, size=length).tolist()
         stream = [self.sites.label(point.number) for point in self.sites.points if point.kind == "stream"]
         edits = [Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)]
@@ -464,7 +464,7 @@ class LM:
     def _in_batches(
         self, jobs: Sequence[GradeJob], tables: Sequence[GradeTable], tell: Callable[[int, np.ndarray], None]
     ) -> None:
-        """Run programs in batches. Refused programs stay missing from their tables."""
+        """Grade programs in the engine's batches. Programs that it refuses stay ungraded in their tables."""
         try:
             for i, programs in self.engine.grade([job.without_refused() for job in jobs], tables):
                 tell(i, programs[~np.isin(programs, list(jobs[i].refused))])
@@ -476,16 +476,16 @@ class LM:
         self, jobs: Sequence[GradeJob], tell: Callable[[int, Grades, np.ndarray], None] = lambda *_: None,
         batch: int = AT_ONCE, route: Literal["any", "bulk", "requests"] = "any",
     ) -> list[Grades]:  # fmt: skip
-        """Run jobs together in the engine's own batches, or else as requests, at most `batch` at a time. `tell` is
-        called with a job's index, its grades so far, and the indices of the programs graded. With the route "bulk",
-        raises `CapacityError` unless all jobs run in batches."""
+        """Grade jobs together in the engine's own batches, or else as requests, at most `batch` at a time. `tell` is
+        called with a job's index, its grades so far, and the indices of the programs just graded. With the route
+        "bulk", raises `CapacityError` unless all jobs run in batches."""
         reason = "requested by the caller" if route == "requests" else self.batch_refusal
         reasons = [reason or self._job_refusal(job) for job in jobs]
         tables = [GradeTable(job) for job in jobs]
         grades = [table.grades(route) for table in tables]
 
         def run(way: Callable[..., None], which: Sequence[int], *args: Any) -> None:
-            """Run the jobs in `which` by one route."""
+            """Grade the jobs at indices `which` by one of the two routes."""
 
             def graded(i: int, programs: np.ndarray) -> None:
                 tell(which[i], grades[which[i]], programs)
@@ -508,7 +508,7 @@ class LM:
                 for table, job, refusal in zip(tables, jobs, reasons, strict=True)]  # fmt: skip
 
     def _job_refusal(self, job: GradeJob) -> str:
-        """Return the reason why all programs of a job run as requests; "" if they do not."""
+        """Return the reason why all programs of a job run as requests; "" if any can run in batches."""
         all_refused = 0 < job.count == len(job.refused)
         return self.engine.job_refusal(job) or (next(iter(job.refused.values())) if all_refused else "")
 
@@ -519,7 +519,7 @@ class LM:
         prompt_logprobs: bool | int | Sequence[bool | int] = False, stop_when: Any = None, lora: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> _Call:  # fmt: skip
-        """Read and check the arguments of a call, and make one request per run."""
+        """Validate the arguments of a call, and create one request per run."""
         prompts, listed = self._prompts(prompt, messages, chat_template_kwargs)
         parts = (per_prompt(edits, len(prompts), "edits"), per_prompt(capture, len(prompts), "capture"))
         by_lists: dict[tuple[int, int], Program] = {}  # a list shared by all prompts is parsed once
@@ -571,7 +571,7 @@ class LM:
         if size > room:
             raise CapacityError(
                 f"the captures take {size / 1e9:.3g} GB, over the limit of {room / 1e9:.3g} GB: capture fewer sites "
-                "or positions (`@ pc.prompt[-1]`), with project= or dtype='float16', make several calls, or write them "
+                "or positions (`@ pc.prompt[-1]`), use project= or dtype='float16', split the call, or write them "
                 "to disk with pc.studies.harvest; pc.LM(capture_bytes=) sets another limit", "capture"
             )  # fmt: skip
 
@@ -646,7 +646,7 @@ class LM:
 
     def probes(self, runs: Iterable[Run]) -> dict[str, Rows]:
         """Read the scores of many runs with the same probes, as one array per probe name: [R, k], or [R, L, k] for
-        several layers, in one engine call per layer. Raises as `rows` does."""
+        several layers, in one engine call per layer. Raises the same errors as `rows`."""
         runs = _distinct(runs)
         found, kinds = self._monitored(runs), kinds_of(runs)
         for name, probe in runs[0].program.probes.items() if runs else ():
@@ -660,7 +660,7 @@ class LM:
         return found
 
     def _monitored(self, runs: Sequence[Run]) -> dict[str, Rows]:
-        """Return the scores of the engine's probes in many runs."""
+        """Return the scores of the engine's own probes, by name; empty unless all runs have them."""
         products = [rows for run in runs if (rows := run.answer.monitored) is not None]
         if not products or len(products) < len(runs):
             return {}
@@ -674,7 +674,7 @@ class LM:
     def _gathered(
         self, runs: Sequence[Run], kinds: tuple[list[int], np.ndarray], ref: SiteRef, probe: str = ""
     ) -> tuple[Rows, str]:
-        """Return the rows of a site or a probe in many runs, and their pooling. `kinds`: the result of `kinds_of`."""
+        """Return the rows of a site or probe over many runs, and the pooling to apply. `kinds`: from `kinds_of`."""
         name, point, (firsts, kind) = probe or str(ref), ref.point, kinds
         way = runs[0].capture_way(ref, probe)
         other = next((i for i in firsts if runs[i].capture_way(ref, probe) != way), None)
@@ -708,7 +708,7 @@ class LM:
         to: the site that it writes; default: `at`, or for a transcoder the site in its file
         precision: the dtype of its matrices, "float32" or "model" (the model's dtype); products are summed in fp32
 
-        Raises `ShapeError` if the site's width differs, `UnsupportedSite` for a site split between workers, and
+        Raises `ShapeError` if the site's width differs, `UnsupportedSite` for a site sharded across workers, and
         `CapacityError` if there is no room.
         """
         dtype = self.model.dtype if precision == "model" else "float32"
@@ -726,7 +726,7 @@ class LM:
         del self.sites.dictionaries[name]
 
     def lens(self, runs: Iterable[Run]) -> list[Mapping[Site | str, LensResult]]:
-        """Read the lenses and features of many runs in few engine calls, and return `run.lens` of each. Accessing a
+        """Compute the lenses and features of many runs in few engine calls, and return each `run.lens`. Accessing a
         non-finite result raises `NotFinite`."""
         runs = runs_of(runs)
         read_lenses(self.engine, runs)
@@ -772,9 +772,9 @@ class LM:
             [M, D]; their biases "b_Q", …; the norms "ln1.w", "ln2.w", and "ln1_post.w", "ln2_post.w" after attention
             and MLP. Nothing is folded: norms are as the checkpoint stores them
         layer: the layer, negative from the end; None: all layers that have the weight, stacked [L, …]
-        head: one head of "W_Q", "b_Q" and the like
+        head: one head of a per-head weight, such as "W_Q" or "b_Q"
 
-        Weights that vLLM fused, split between workers or packed are reassembled. Quantized weights are dequantized to
+        Weights that vLLM fused, sharded across workers or packed are reassembled. Quantized weights are dequantized to
         the model's compute precision.
 
         Raises: `UnknownName` for an unknown name, `UnsupportedSite` for a weight that this model lacks, `EngineError`
@@ -898,8 +898,8 @@ class LM:
         adapter: Adapter | None, path: str | None, logprobs: tuple[int | None, int | None], bindings: Bindings,
         number: int,
     ) -> Request:  # fmt: skip
-        """Return one run's request. `path`: a prefix for the path of errors, the index of a prompt in a list.
-        `logprobs`: for generated and for prompt tokens; `number`: the sample's index."""
+        """Return one run's request. `path`: prefix for the paths of errors, such as "prompt 2" in a list of prompts;
+        `logprobs`: top-token counts for generated and prompt tokens; `number`: the sample's index."""
         key, (ids, text, chat, expanded) = self.engine.run_prefix + _key(), prompt
         images = [] if expanded is None else expanded.images
         if not is_token_id(max_tokens) or max_tokens < 1:
@@ -932,7 +932,7 @@ class LM:
         self._runs[run.key] = run
 
     def scored(self, score: Any) -> list[int]:
-        """Return the token ids of `score=`; each text is one token."""
+        """Return the token ids of `score=`. Each text must encode to a single token."""
         items = [score] if isinstance(score, str) else as_items(score, "score")
         ids = [self.tokenizer.bare(item) if isinstance(item, str) else [item] for item in items]
         for item, tokens in zip(items, ids, strict=True):
@@ -949,7 +949,7 @@ class LM:
         return scored
 
     def _source(self, key: str) -> Run:
-        """Return the run that a program reads with `From`. Raises `MissingSource` if it is gone or failed."""
+        """Return the run that a program reads with `From`. Raises `MissingSource` if it failed or no longer exists."""
         run = self._runs.get(key)
         if run is None:
             raise MissingSource(f"unknown run {key}: it was closed or dropped, or ran on another LM")
@@ -1002,7 +1002,7 @@ class _Call(NamedTuple):
 
 
 async def _all_answers(futures: list[Future[Answer]]) -> list[Answer | PatchclampError]:
-    """Await the results of runs, waking the event loop once. Cancelling the awaiter does not cancel the futures."""
+    """Await the results of all runs with a single wake-up of the event loop. Cancelling does not cancel the futures."""
     loop = asyncio.get_running_loop()
     done, left, count = loop.create_future(), itertools.count(1), len(futures)
 
@@ -1025,10 +1025,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return the distinct runs in a list."""
+    """Return runs as a list. Raises `ProgramError` if one occurs twice."""
     runs = runs_of(runs)
     if len({run.key for run in runs}) < len(runs):
-        raise ProgramError("expected distinct runs", "runs")
+        raise ProgramError("expected distinct runs, got a duplicate", "runs")
     return runs
 
 

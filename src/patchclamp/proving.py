@@ -1,11 +1,11 @@
-"""The prover: offers a site of a live model only after runs of the model have shown that its table is right.
+"""The prover. A site of a live model is offered only after runs of the model have shown that its site table is right.
 
 A site has five proofs, all made with runs through the engine:
 shape  its rows have the right shape and are finite
 noop   writing back the rows that were read leaves the next-token logits bit-identical
 edit   an edit moves the logits
-order  the edit moves those tensors of its layer that are computed from the site, and no others. This detects a table
-       that confuses two tensors, even if no sum includes them
+order  the edit moves exactly the tensors of its layer that are computed from the site. This detects a table that
+       confuses two tensors, even if no sum includes them
 sums   the stream adds up: attention and MLP outputs are added to it, and the end of a layer is the start of the next.
        In a table found in the model's modules, a layer may have a mixer other than attention
 
@@ -79,7 +79,7 @@ STREAM: tuple[str, ...] = ("resid_pre", "resid_mid", "resid_post")
 
 def sums(lm: LM, base: Run) -> dict[str, str]:
     """Return the sites that occur in sums, each with the reason why its sum fails, or "" if it holds. A failed sum
-    fails all its sites, because it does not show which tensor is wrong. `base`: a run that captured everything."""
+    fails every site in it, because it does not show which one is wrong. `base`: a run that captured everything."""
     return _of_table(lm, base) if lm.sites.family.tabled else _of_modules(lm, base)
 
 
@@ -140,7 +140,7 @@ def _of_heads(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _of_norms(lm: LM, base: Run) -> dict[str, str]:
-    """Check that each normed input differs from the stream that it is computed from."""
+    """Check that each normed input differs from the stream before the norm."""
     names, last = lm.sites.names, lm.sites.layers - 1
     wrong: dict[str, str] = {}
     for name, stream in (("attn_in", "resid_pre"), ("mlp_in", "resid_mid"), ("final_norm", "resid_post")):
@@ -181,7 +181,7 @@ def _stages_of_layer(has: set[str]) -> list[tuple[str, tuple[str, ...], str]]:
 
 
 def _close(lm: LM, terms: list[np.ndarray], total: np.ndarray) -> bool:
-    """True if terms add up to `total` elementwise, within the rounding of each in the model's dtype."""
+    """True if terms add up to `total` elementwise, within the rounding error of the model's dtype."""
     slack = 2 * EPS.get(lm.model.dtype, DEFAULT_EPS) * sum(np.abs(term) for term in (*terms, total))
     return bool((np.abs(sum(terms) - total) <= slack).all())
 
@@ -290,8 +290,8 @@ def _write_back(base: Run, name: str) -> list[Op]:
 
 
 def _runs(lm: LM, ids: list[int], programs: Sequence[Sequence[Op]], beside: list[int] | None = None) -> list[Run]:
-    """Run every program in one batch, computed whole. The prompt `beside`, if given, comes first in the batch; if the
-    engine's batches are small, it runs beside the first programs only."""
+    """Run every program in one batch, computed in full. If given, the prompt `beside` comes first in the batch; if the
+    engine splits the batch, only the first programs share a batch with it."""
     others = [] if beside is None else [beside]
     with lm.engine.computing_whole():
         runs = lm.run([*others, *[ids] * len(programs)], max_tokens=1, edits=[*[[] for _ in others], *programs],
@@ -309,7 +309,7 @@ def _check_finite(lm: LM, base: Run) -> None:
 
 
 def _noise(lm: LM, base: Run, *others: Run) -> float:
-    """Return the largest difference between a prompt's single run and its runs in a batch with a longer prompt."""
+    """Return the largest difference in `_answer` between a run on its own and runs in a batch with a longer prompt."""
     gaps = [np.abs(_answer(other) - _answer(base)) for other in others]
     size, noise = float(np.abs(_answer(base)[:-1]).max()), max(float(gap[:-1].max()) for gap in gaps)
     if noise > LOGITS_RTOL.get(lm.model.dtype, max(LOGITS_RTOL.values())) * size:
@@ -325,9 +325,9 @@ def _noise(lm: LM, base: Run, *others: Run) -> float:
 def _same_alone(
     lm: LM, ids: list[int], base: Run, in_batch: Run, captures: Sequence[Capture], mover: SiteRef | None
 ) -> None:
-    """Raise `EngineError` unless a single run reads the same rows as in a batch, and an edit at `mover` that moves the
-    logits in a batch also moves them in the single run. Small steps run different code from large steps (CUDA graphs),
-    and without taps it would run unedited. If the batch is small too, neither run reads anything from such code."""
+    """Raise `EngineError` unless a run on its own reads the same rows as in a batch, and an edit at `mover` that moves
+    the logits in a batch also moves them on its own. Small steps may run other code than large ones (CUDA graphs);
+    code without taps ignores edits. If the batch is a small step too, neither run reads any rows."""
     pairs = [(_row(base, ref), _row(in_batch, ref)) for ref in (lm.sites.resolve(each.at)[0] for each in captures)]
     gaps = [np.linalg.norm(alone - beside) / max(np.linalg.norm(beside), 1e-9) for alone, beside in pairs]
     inert = mover is not None and np.array_equal(_answer(_runs(lm, ids, [[_push(base, mover)]])[0]), _answer(base))
@@ -354,8 +354,8 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 def _moved_by_more(
     lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
 ) -> dict[str, bool]:
-    """Return, by ref, True if edits scaled by `LOUDER` at every second token move the logits. A layer may add less to a
-    stream than rounding does, and a single key of the last token's attention changes little."""
+    """Return, by ref, True if stronger edits (scaled by `LOUDER`, at every second token) move the logits. A weaker edit
+    may be lost in rounding, and the key of a single token has little effect on attention."""
     if not refs:
         return {}
     plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, louder=True)] for ref in refs)], longer)
@@ -410,7 +410,7 @@ def _proof(
 
 def prove_lens(lm: LM) -> Proof:
     """Prove the unembedding: a lens on the final stream gives the model's sampling distribution. `shape` is False if
-    the proof failed to run."""
+    the run raised an unexpected error."""
     ids = np.linspace(3, lm.model.d_vocab - 1, LENGTH).astype(int).tolist()
     last, top = Site("resid_post", -1), min(MAX_TOP, lm.model.d_vocab)
     try:
@@ -463,7 +463,7 @@ def _proofs(lm: LM, is_loaded: bool) -> list[Proof]:
 
 
 def _key(lm: LM) -> str:
-    """Return a hash of everything that proofs depend on. Weights in a folder are identified by name, size and time."""
+    """Return a hash of everything that proofs depend on. A model's files are identified by name, size and mtime."""
     folder = Path(lm.model.name)
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -489,8 +489,8 @@ class ProvedLM(LM):
         cached for the model and the versions.
     allow_code: allow programs with `Apply`, which runs Python in the engine. The engine must be in this process.
     capture_bytes: the limit on the captures of one call; by default 80 % of the available memory at that time.
-    probes: probes that score every token of every request: the engine's own on vLLM, where cached prefixes keep their
-        scores; elsewhere they become part of every program.
+    probes: probes that score every token of every request. On vLLM the engine runs them, and cached prefixes keep
+        their scores; on other engines they are added to every program.
     options: the engine's options by its own names (vLLM's engine arguments; for Transformers see `TransformersEngine`).
 
     Raises: `ModelError` for a model without a site table, `EngineError` if the engine does not start,
@@ -512,7 +512,7 @@ class ProvedLM(LM):
                 raise
 
     def prove_again(self) -> None:
-        """Prove the sites if the model's weights were updated since they were proved."""
+        """Prove the sites again if the model's weights were updated since the last proof."""
         if self.engine.weights != self.engine.proved_weights:
             ensure_proved(self)
 

@@ -116,7 +116,7 @@ class Owner(Protocol):
 class Run:
     """One executed request.
 
-    key: the run's name, which programs use too: `From(run.key, site)`
+    key: the run's name, by which programs refer to it: `From(run.key, site)`
     prompt_token_ids: the token ids of the prompt
     program: the program that it ran
     error: its error if it failed, else None
@@ -164,7 +164,7 @@ class Run:
         return self._bound.ops if self._bound is not None else ()
 
     def _stored_op(self, number: int) -> BoundOp:
-        """Return the op whose stored rows have this op number (`stored_op`)."""
+        """Return the op whose rows are stored under this op number (`stored_op`)."""
         return self._ops[number % PROBE]
 
     @property
@@ -247,7 +247,7 @@ class Run:
     @property
     def stop_reason(self) -> str | None:
         """The reason "probe:NAME" if `stop_when` ended the run, else None. NAME is the first probe that decided the
-        condition. The condition held at the run's last token, the last token with scores."""
+        condition. The condition held at the run's last token, so that token has scores."""
         return self.answer.stop_reason
 
     def __getitem__(self, site: Site | str) -> torch.Tensor:
@@ -301,7 +301,7 @@ class Run:
         return rows.copy() if isinstance(rows, np.ndarray) else rows.clone()  # pyright: ignore[reportReturnType]
 
     def shaped(self, at: Site, ref: SiteRef, rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
-        """Slice and reshape a point's rows to those of a site."""
+        """Select a site's columns from a point's rows, and split them into heads."""
         parts = self.site_map.parts(at.name)
         if parts is None or ref.point in self._projected:
             return rows
@@ -311,7 +311,7 @@ class Run:
         return rows[..., 0] if parts[1] == 1 else rows
 
     def positions(self, site: Site | str) -> list[int]:
-        """Return the position of each row of `run[site]`, or of each pooled row."""
+        """Return the position of each row of `run[site]`; for a pooled row, the positions that it pools."""
         if (found := self.of_attention(site)) is not None:
             return self.attention.of_layers(*found)[0].positions
         _, refs, ordinal = self._locate(site)
@@ -319,7 +319,7 @@ class Run:
         return positions[-1:] if self.pools.get(refs[0].point) == "last" else positions
 
     def _shared_positions(self, site: Site | str, refs: list[SiteRef], ordinal: int | None) -> np.ndarray:
-        """Return the positions of a site. Raises `ProgramError` if its layers differ in positions or pooling."""
+        """Return the positions of a site's layers. Raises `ProgramError` if they differ in positions or pooling."""
         check_pools(refs, self.pools)
         first, *others = [self._read_positions(ref, ordinal, str(site)) for ref in refs]
         for ref, positions in zip(refs[1:], others, strict=True):
@@ -363,7 +363,7 @@ class Run:
         return {path: of_edit.tolist() for path, of_edit in positions.items()}
 
     def _tested(self, test: BoundOp) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions and the probe products that a condition compared."""
+        """Return the positions at which a condition was tested, and the probe products that it compared."""
         assert isinstance(test.action, Compare)
         positions, [products] = self._products(test.action.probe)
         return positions, np.asarray(products)[:, test.ranges[0].row]
@@ -385,7 +385,7 @@ class Run:
 
     @functools.cached_property
     def _probe_ops(self) -> dict[str, int]:
-        """The op number of each probe's stored products, by probe name."""
+        """The op number under which each probe's products are stored, by probe name."""
         return {op.action.probe: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and op.action.probe}  # fmt: skip
 
@@ -410,7 +410,7 @@ class Run:
         return self.probe_layout(name)[1].tolist()
 
     def _probe_number(self, name: str) -> int:
-        """Return the op number of a probe's stored products."""
+        """Return the op number under which a probe's products are stored."""
         self.answer  # noqa: B018  raises the run's own error
         if name not in self._probe_ops:
             raise unknown("probe", name, self._probe_ops)
@@ -433,7 +433,7 @@ class Run:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """A key that is equal for runs whose captures are read in the same way, at the same positions."""
+        """A key, equal for runs whose captures are read in the same way at the same positions."""
         return id(self._ops), id(self.program), self.positions_computed, self._first, self.closed
 
     def capture_way(self, ref: SiteRef, probe: str = "") -> CaptureWay:
@@ -504,7 +504,7 @@ class Run:
 
     def stopped_at(self, condition: ProbeCondition) -> tuple[int, str] | None:
         """Return the number of generated tokens up to the first at which a condition on probes holds, and the stop
-        reason; None if it never holds. All probes must read the token."""
+        reason; None if it never holds. Only tokens that all its probes read are tested."""
         positions = functools.reduce(
             np.intersect1d, (self._products(each.probe.name)[0] for each in comparisons(condition))
         )
@@ -531,18 +531,18 @@ class Run:
 
     @functools.cached_property
     def _lens_ops(self) -> dict[str, int]:
-        """The op number of each lens's stored rows, by path."""
+        """The op number under which each lens's rows are stored, by path."""
         return {path: number for path, number in self._kept_for_reading.items() if isinstance(self.op_at(path), Lens)}
 
     @functools.cached_property
     def _feature_ops(self) -> dict[str, tuple[int, int]]:
-        """The (point, op number) of each `Features` op's stored rows, by path."""
+        """The (point, op number) under which each `Features` op's rows are stored, by path."""
         points, numbers = {op.path: op.points[0] for op in self._ops if op.points}, self._kept_for_reading
         return {path: (points[path], numbers[path]) for path, op in self.program.ops if isinstance(op, Features)}
 
     @functools.cached_property
     def _kept_for_reading(self) -> dict[str, int]:
-        """The op number of the stored rows of each lens and `Features` op, by path."""
+        """The op number under which the rows of each lens, features or attention op are stored, by path."""
         return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and (op.action.lens or op.action.reader)}  # fmt: skip
 
@@ -555,13 +555,13 @@ class Run:
     @property
     def attention(self) -> AttentionRead:
         """The attention that the program captured, by site and layer, such as `run.attention["pattern[3]"]`: an
-        `AttentionResult`, which includes the key positions that captures with `top` require."""
+        `AttentionResult`, which for captures with `top` includes the key positions."""
         self.answer  # noqa: B018  raises the run's own error
         return AttentionRead(self, self.attention_ops)
 
     @functools.cached_property
     def attention_ops(self) -> list[tuple[int, BoundOp]]:
-        """The run's attention captures, each with the index of its stored rows."""
+        """The run's attention captures, each with the op number of its stored rows."""
         return [(stored_op(op, i), op) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and isinstance(op.action.reader, AttentionReader)]  # fmt: skip
 
@@ -576,7 +576,7 @@ class Run:
         return self._owner.engine.sites
 
     def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]:
-        """Return the positions that an op selects, and the rows stored there for a lens, features or attention."""
+        """Return the positions that a lens, features or attention op selects, and the rows that it stored there."""
         key = point, number
         if key not in self._fetched:
             if self.closed:
@@ -609,7 +609,7 @@ class Run:
         return LensResult(site, (), positions.tolist(), ids, logprobs, self._owner.engine.tokenizer.token_strings)
 
     def unread_lenses(self) -> dict[tuple[int, int], UnreadLens]:
-        """Return the lenses and features that have not been read yet, by point and op."""
+        """Return the lenses and features that have not been computed yet, by (point, op number)."""
         lenses: dict[tuple[int, int], UnreadLens] = {}
         for path, number in self._lens_ops.items() if self.error is None else ():
             op = self.op_at(path)
@@ -627,7 +627,7 @@ class Run:
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
-        """Store lens results, by point and op, at the selected positions."""
+        """Store results of lenses and features, given by (point, op number), at the positions that each op selects."""
         for (point, number), (positions, ids, logprobs) in read.items():
             count, expected = len(self._computed(positions)), self._expected(point, number)
             if not np.array_equal(positions[:count], expected):
@@ -637,7 +637,7 @@ class Run:
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
 
     def read_lens(self, key: tuple[int, int]) -> TopTokens:
-        """Return the results of a lens or `Features` op that was read, by point and op. Raises `NotFinite`."""
+        """Return the stored results of a lens or `Features` op. Raises `NotFinite` if they contain NaN."""
         read = self._lenses[key]
         if np.isnan(read[2]).any():
             at = self.site_map.label(key[0])
@@ -650,7 +650,7 @@ class Run:
         return read
 
     def check_lenses(self) -> None:
-        """Raise the first error of `read_lens` over all lenses."""
+        """Raise `NotFinite` if the stored results of any lens or `Features` op contain NaN."""
         for key in self._lenses:
             self.read_lens(key)
 
@@ -722,7 +722,7 @@ class Run:
         return Layout(at, ref, stored, positions, shape, "float32" if pool else dtype, pool)
 
     def rows_between(self, layout: Layout, first: int, end: int, captured: list[Captured]) -> torch.Tensor:
-        """Return the rows of `run[site]` at positions first … end−1. `captured`: the rows of each `stored`."""
+        """Return the rows of `run[site]` at positions first … end−1. `captured`: the rows of `layout.stored`."""
         import torch
 
         parts = []
@@ -771,20 +771,20 @@ class Run:
         return {op.path: ordinal for ordinal, op in enumerate(self._ops) if captures_site(op)}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
-        """Return the `positions` (ascending) that were computed and are to be read."""
+        """Return the ascending `positions` that were computed, without those before the first to be read."""
         begin, end = np.searchsorted(positions, [self._first, self.positions_computed])
         return positions[begin:end]
 
     def _locate(self, site: Site | str) -> tuple[Site, list[SiteRef], int | None]:
-        """Return the site of a name or `Capture` path, its refs, and the `Capture`'s index (None for a name). A site of
-        all layers means the captured layers."""
+        """Return the site of a name or `Capture` path, its refs, and the `Capture`'s index (None for a name). A
+        site without a layer means all captured layers."""
         self.answer  # noqa: B018  raises the run's own error
         ordinal = self._capture_of_path.get(site) if isinstance(site, str) else None
         at = self._site(site)
         return at, self.captured_layers(at), ordinal
 
     def captured_layers(self, at: Site) -> list[SiteRef]:
-        """Return the refs of a site. A site of all layers returns the captured layers, or all if none was captured."""
+        """Return a site's refs; without a layer, those of the captured layers, or all if none was captured."""
         refs = self.site_map.resolve(at)
         captured = [ref for ref in refs if ref.point in self._captured] if at.layers is None else []
         return captured or refs
@@ -811,7 +811,7 @@ class Run:
 
     @functools.cached_property
     def pools(self) -> dict[int, str]:
-        """The pooling of each pooled point."""
+        """The kind of pooling, by point, of points with pooled rows."""
         keeps = [(op.action, op.points) for op in self._ops if captures_site(op)]
         return {point: POOLS[keep.pool - 1] for keep, points in keeps if isinstance(keep, Keep) and keep.pool
                 for point in points}  # fmt: skip
@@ -821,7 +821,7 @@ class Run:
         return self.op_at(site).at if isinstance(site, str) and site in self._capture_of_path else parse_site(site)
 
     def of_attention(self, site: Site | str) -> tuple[Site, str] | None:
-        """Return the attention site of a name, and the path of its capture ("" for a site); None for other sites."""
+        """Return the attention site that a name or capture path denotes, and the path or ""; None for other sites."""
         path = site if isinstance(site, str) and any(op.path == site for _, op in self.attention_ops) else ""
         at = self.op_at(path).at if path else self._site(site)
         return (at, path) if at.name in DERIVED else None
@@ -844,7 +844,7 @@ class Run:
         return positions, rows
 
     def _ordinals(self, point: int, ordinal: int | None, name: str) -> list[int]:
-        """Return the ops that captured a point, or only `ordinal`. Raises `MissingSource` if it was not captured."""
+        """Return the indices of ops that captured a point, or only `ordinal`. Raises `MissingSource` if none did."""
         ordinals = [i for i in self._captures_at.get(point, []) if ordinal in (None, i)]
         if ordinal is not None and ordinal >= PROBE:
             ordinals = [ordinal]
@@ -866,7 +866,7 @@ class Run:
         return self._computed(position_array(self._stored_op(ordinal).kept))
 
     def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the positions, and a mask of those that the op selects, given the generated tokens (None: all)."""
+        """Return the positions, and a mask of those that the op selects given the generated tokens (None if all)."""
         op = self._stored_op(ordinal)
         if not _conditional(op):
             return positions, None
@@ -901,8 +901,8 @@ class Run:
         return positions[:count], rows[:count]
 
     def _prefetch(self, keys: Sequence[tuple[int, int | None]]) -> None:
-        """Fetch the rows to read now, by (point, op), with the run's other captures if they are small or views, and
-        with small captures of the call's next runs. While runs are read in order, the number of next runs doubles.
+        """Fetch the rows at `keys`, and rows likely to be read next: the run's other captures if small or views, and
+        small captures of the call's next runs. While runs are read in order, the number of next runs doubles.
         """
         points = list(self._captured)
         if self.captured_bytes > MAX_PREFETCH_BYTES:
@@ -929,7 +929,7 @@ class Run:
             self._take_rows([(self, key) for key in keys])
 
     def _take_rows(self, unread: list[tuple[Run, tuple[int, int | None]]]) -> None:
-        """Fetch the given rows of runs, and store them there."""
+        """Fetch the rows of (run, (point, op)) pairs, and store them in their runs."""
         captured = self._owner.engine.fetch_many([Wanted(run.key, *key, run._first) for run, key in unread])
         for (run, key), rows in zip(unread, captured, strict=True):
             run.take_fetched({key: rows})
@@ -1164,7 +1164,7 @@ class _Lenses(_Readings):
         self._number = dict(self.keys_of_sites.values())  # op of the last lens, by point
 
     def _find(self, site: Site | str) -> tuple[Site, list[SiteRef], list[tuple[int, int]]]:
-        """Return a site, its layers that a lens read, and the (point, op) of each; no layers if a listed layer was not
+        """Return a site, its refs that a lens read, and the (point, op) of each; no refs if a requested layer was not
         read."""
         run = self._run
         if isinstance(site, str) and site in run._lens_ops:
@@ -1223,7 +1223,7 @@ def joined(read: Sequence[_OfTokens]) -> _OfTokens:
 
 def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int, int]] | None = None) -> None:
     """Compute the runs' unread lenses and features in few engine calls. `wanted`: the (point, op) pairs of the features
-    and translated lenses to compute (each sends a matrix); None: all. Raises `MissingSource` for a closed run.
+    and translated lenses to compute (plain lenses always are); None: all. Raises `MissingSource` for a closed run.
     """
     by_lens: dict[tuple[int, Translator | FeatureReader | None], list[tuple[Run, tuple[int, int], int]]] = {}
     for run in runs:
@@ -1251,7 +1251,7 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
 
 
 def _features_in(positions: np.ndarray, rows: torch.Tensor | np.ndarray, top: int) -> TopTokens:
-    """Return the ids and values of features in captured rows (`Keep.top`)."""
+    """Split captured rows, [T, 2 · top], into feature ids and values. Positions are passed through."""
     both = np.asarray(rows).reshape(len(positions), 2 * top)
     return positions, np.ascontiguousarray(both[:, top:]).view(np.int32), both[:, :top]
 
@@ -1295,7 +1295,7 @@ def kinds_of(runs: Sequence[Run]) -> tuple[list[int], np.ndarray]:
 
 
 def pooled_by_run(rows: Rows, pool: str, runs: int, name: str) -> Rows:
-    """Pool the rows of each of `runs` runs into one row. Raises `TokensError` if a run has none."""
+    """Pool each run's rows into one row. `runs`: the number of runs. Raises `TokensError` if a run has no rows."""
     count = np.bincount(rows.run, minlength=runs)
     if not count.all():
         raise TokensError(f"{name}: the selection is empty, so there is nothing to pool", "pool")

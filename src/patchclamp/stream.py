@@ -24,10 +24,10 @@ from patchclamp.run import Run, fetch_probes, read_lenses
 
 
 class RunWatch:
-    """A run's readouts while it is generated: its tokens' scores, lens results and features, and the token at which a
-    condition ends it.
+    """The readouts of a run in progress (each token's probe scores, lens results and features), and the token at which
+    its stopping condition holds.
 
-    A token has readouts once it was an input, one step after it was sampled. A run's last token has none.
+    A token has readouts once it has been an input, one step after it was sampled. A run's last token has none.
 
     ids: the generated tokens so far
     names: the probes to read: those of the condition, and in a stream all probes without pooling
@@ -80,7 +80,7 @@ class RunWatch:
         return bool(self._scored) or self.has_lenses
 
     def run(self, answer: Answer | None = None) -> Run:
-        """Return the run so far, or with its `answer`, from the first unread position."""
+        """Return the run so far, or with its final `answer`. Its rows start at the first unread position."""
         return self._look_at(answer or Answer(list(self.ids), "", None, {}, None), self._first)
 
     def take(self, run: Run) -> None:
@@ -117,7 +117,7 @@ class RunWatch:
 
 
 def look(engine: Engine, watches: Sequence[tuple[RunWatch, Answer | None]]) -> list[PatchclampError | None]:
-    """Read the readouts of runs: those so far, or all if the run's answer is given. Makes one engine call for all
+    """Fetch the readouts of runs: those so far, or all if the run's answer is given. Makes one engine call for all
     probes and one for each kind of lens and each SAE. Blocks. Returns each run's error, or None."""
     try:
         runs = [watch.run(answer) for watch, answer in watches]
@@ -188,8 +188,8 @@ class Stream:
     the run is raised in place of the next part. An error detected only at the end, such as non-finite edits on vLLM, is
     raised after parts that were already read.
 
-    The run stops and its memory is freed if the stream is closed, left by its `with` or `async with`, or
-    garbage-collected, or if its reader is cancelled. After the end, the run is kept until it is dropped or closed.
+    The run stops and its memory is freed when the stream is closed (also by leaving its `with` or `async with` block)
+    or garbage-collected, or its reader is cancelled. After the end, the run is kept until it is dropped or closed.
     """
 
     def __init__(

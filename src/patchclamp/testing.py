@@ -365,7 +365,7 @@ class _Programs:
         self._buffer = np.zeros(0, np.float32)
 
     def _own(self, bound: BoundProgram) -> dict[str, tuple[int, int]]:
-        """Allocate space in the bank for the keys that a program stores; return their addresses."""
+        """Allocate bank space for the rows that a program stores; return (address, width) by key."""
         addresses: dict[str, tuple[int, int]] = {}
         for op in bound.ops:
             for key, point in op.reads() if op.kind == STORE else ():
@@ -524,7 +524,7 @@ class _Net:
         return {"W_O": o_HED, "W_gate": of.gate_DM, "W_in": of.up_DM, "W_out": of.down_MD}.get(name)
 
     def cache(self, positions: int) -> tuple[np.ndarray, np.ndarray]:
-        """Allocate the keys and the values of a request, [layers, T, H, E] each."""
+        """Allocate a request's KV cache: keys and values, [layers, T, H, E] each."""
         shape = (len(self._layers), positions, self._heads, self._size)
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
 
@@ -563,7 +563,7 @@ class _Net:
     def _attention(
         self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_ActiveRequest, int]], tap: Tap
     ) -> np.ndarray:
-        """Write the rows' keys and values to their requests' caches, then attend from every row over that cache."""
+        """Write the rows' keys and values to their requests' caches, then compute each row's attention over it."""
         positions = [p for _, p in rows]
         q_RD, k_RD, v_RD = (_times(h_RD, weight) for weight in (layer.q_DD, layer.k_DD, layer.v_DD))
         for kind, projected_RD in (("q", q_RD), ("k", k_RD), ("v", v_RD)):

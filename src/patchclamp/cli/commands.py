@@ -53,7 +53,7 @@ NOT_OPTIONS = {"model": "the first argument", "engine": "--engine", "prove": "pa
 
 
 def under(option: str, read: Callable[..., Any], *given: Any) -> Any:
-    """Parse an option's text with `read`; errors have the option as their path."""
+    """Call `read` to parse an option. Errors without a path get the option as their path."""
     try:
         return read(*given)
     except PatchclampError as error:
@@ -90,7 +90,7 @@ def check_engine(name: str | None, option: str = "--engine") -> None:
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Create a file's folder. Raise `ProgramError` if the file cannot be written."""
+    """Create the parent folder of a file, and raise `ProgramError` if the file cannot be written."""
     from patchclamp.plots.style import check_target
 
     if path is None:
@@ -106,7 +106,7 @@ def flag_of(field: StudyField) -> str:
 
 
 def read_fields(study: type[Study], given: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Convert options to a study's fields. A value that needs the model becomes a function of (lm, study)."""
+    """Convert options to a study's fields. A value that depends on the model becomes a function of (lm, study)."""
     fields = {}
     for name, text in given["fields"].items():
         field = study.fields()[name]
@@ -236,7 +236,7 @@ def read_pairs(given: dict[str, Any], file: Path | None, study: type[Study]) -> 
 
 
 def by_label(positions: list[Any]) -> dict[str, list[Any]]:
-    """Convert each pair's positions to the form of `PatchSweep`: by label, a list with one selection per pair."""
+    """Convert each pair's positions to a mapping for `PatchSweep`, from a label to one selection per pair."""
     labels = list(positions[0]) if isinstance(positions[0], dict) else []
     for number, of in enumerate(positions):
         if not labels or not isinstance(of, dict) or list(of) != labels:
@@ -282,7 +282,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
 
 @contextmanager
 def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iterator[LM]:
-    """Yield the `LM` that runs the exact patches: `lm` (`on` is None), or one on another engine or on a server."""
+    """Yield the `LM` that runs the exact patches: `lm` if `on` is None, else one on that engine or server."""
     if on is None:
         yield lm
     elif "://" in on:

@@ -98,7 +98,7 @@ def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
 
 
 def _head(console: Console, picture: Picture, *texts: str) -> None:
-    """Print a plot's title and provenance, with `texts` below."""
+    """Print the title and provenance of a plot, followed by `texts`."""
     console.print()
     console.print(Text(picture.title, style="bold"), soft_wrap=True)
     console.print(Text(picture.provenance, style="dim"), soft_wrap=True)
@@ -290,7 +290,7 @@ def module(lm: LM, name: str) -> str:
 
 
 def parity(console: Console, result: Parity) -> None:
-    """Print one row per site: its largest difference, first layer out of tolerance, and edit; then all problems."""
+    """Print one row per site (largest difference, first layer out of tolerance, edit), then all problems."""
     engines = " against ".join(result.engines)
     console.print(Text(f"{result.model} ({result.family}, {result.dtype}): {engines}", style="bold"), soft_wrap=True)
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}, {result.positions} positions"

@@ -114,7 +114,7 @@ def _help(text: str, fields: dict[str, StudyField]) -> str:
 
 
 def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
-    """Make a field's option: a repeatable option, a number, a flag, or text."""
+    """Return the annotation and default of a field's option: repeatable, a number, a flag, or text."""
     from patchclamp.studies.study import REQUIRED
 
     arg, flag = field.arg, flag_of(field)
@@ -172,7 +172,7 @@ def of_option(error: PatchclampError, study: type[Study]) -> PatchclampError:
 
 
 def run_study(study: type[Study], model: str, given: dict[str, dict[str, Any]]) -> None:
-    """Read the options, run the study on the model, and show the result. All other checks precede loading the model."""
+    """Read the options, run the study on the model, and show the result. All checks that need no model come first."""
     from patchclamp.cli.show import show, show_texts, wrote
     from patchclamp.plots import check_targets
     from patchclamp.store.named import NamedBank

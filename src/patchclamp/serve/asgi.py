@@ -62,7 +62,7 @@ def attach(app: Any) -> None:
 
 
 async def start(client: Any, state: Any, args: Any) -> None:
-    """Prove the sites at startup. Raises `EngineError` for an engine without patchclamp: it would ignore programs."""
+    """Prove the sites at startup. Raises `EngineError` if the engine lacks patchclamp and would ignore programs."""
     if enabled(client.vllm_config) is None:
         raise EngineError(
             "this server's engine was started without patchclamp: use `patchclamp serve`, or pass "

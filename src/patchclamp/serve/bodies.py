@@ -20,7 +20,7 @@ QUICK_BYTES = 1 << 16  # longest body that is parsed within milliseconds
 
 
 async def read_body(request: Request, limits: ServeLimits, limit: str = "body_bytes") -> bytes:
-    """Read a request's body. Raises `TooLarge` at once if its Content-Length exceeds a limit, else when the data does.
+    """Read a request's body. Raises `TooLarge` at once if its Content-Length exceeds a limit, or once the data does.
     Raises `ProgramError` for a body with a Content-Encoding."""
     if request.headers.get("Content-Encoding", "identity") != "identity":
         raise ProgramError("Content-Encoding is not supported: send the body unencoded", "body")
@@ -98,9 +98,9 @@ async def check_values(body: bytes, limits: ServeLimits, has_object: bool = Fals
 
 
 def program_values(body: bytes, most: int) -> int | None:
-    """Count the values under the key "patchclamp" of a JSON body; None without the key. Stops once above `most`.
-    Commas are counted, or brackets or strings if invalid JSON has more of them. A prompt's text cannot contain the key,
-    because JSON escapes its quotes."""
+    """Estimate the number of values under the key "patchclamp" of a JSON body by counting commas, and brackets and
+    strings in case the JSON is invalid; None without the key. Stops above `most`. A prompt's text cannot contain the
+    key, because JSON escapes its quotes."""
     place, has_key, commas, opened, strings = 0, False, 0, 0, 0
     while key := KEY.search(body, place):
         place, depth, has_key = key.end(), 0, True

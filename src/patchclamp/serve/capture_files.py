@@ -1,11 +1,11 @@
-"""A run's captures as a safetensors file with one tensor per captured site, produced while it is sent.
+"""A run's captures as a safetensors file with one tensor per captured site, generated while it is sent.
 
 tensors     `run[site]` in the dtype of the capture, named by site, such as "resid_post[3]"; for a capture among the
             edits also by path, such as "edits[0] resid_post[3]"; `run.probes[name]` as "probe NAME"
 metadata    `positions`: JSON, the position of each row by tensor; `prompt_token_ids` and `token_ids`: JSON
 
-The header comes first: the captured positions are already known. The tensors follow, read from the engine a few MiB at
-a time to bound the server's memory use.
+The header can be sent first, because the captured positions are known in advance. The tensors follow, read from the
+engine a few MiB at a time to bound the server's memory use.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ def _batches(windows: Iterable[FileWindow]) -> Iterator[list[FileWindow]]:
 
 
 def cut(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Split rows into half-open ranges of at most `PART_BYTES`, or of one larger row."""
+    """Split `count` rows into half-open ranges of at most `PART_BYTES`, with at least one row each."""
     step = max(1, PART_BYTES // max(1, row_bytes))
     return ((begin, min(begin + step, count)) for begin in range(0, count, step))
 
 
 def constant(array: torch.Tensor | np.ndarray) -> list[FileWindow]:
-    """Return the windows of an array that is already in memory."""
+    """Return a single window with an array that is already in memory."""
     return [FileWindow([], array.nbytes, lambda captured: array)]
 
 
@@ -161,7 +161,7 @@ class FileResponse(StreamingResponse):
 
 
 class StoppedResponse(StreamingResponse):
-    """Streams a task's results and stops the task at the end, even if the client left before the first result.
+    """Streams a task's results and stops the task at the end, even if the client disconnected before the first.
 
     The stream is closed explicitly, because the garbage collector may take minutes to free its captures.
     """
@@ -197,7 +197,7 @@ def captured_names(run: Run) -> list[str]:
 
 
 def captured_file(run: Run) -> bytes:
-    """Return the complete file of small captures. Blocks until the engine has sent them."""
+    """Return a run's complete file, for small captures. Blocks until the engine has sent them."""
     keys, file = dict(_names(run)), file_of(run)
     rows = (
         run.read(keys[name], copy=False) if (name := tensor.name) in keys else run.probes[name.removeprefix(PROBE_OF)]
@@ -208,7 +208,7 @@ def captured_file(run: Run) -> bytes:
 
 
 def file_of(run: Run) -> File:
-    """Return a run's file, whose rows are read as it is sent."""
+    """Return a run's file. Its rows are fetched while it is sent."""
     layouts = {name: run.layout(key) for name, key in _names(run)}
     tensors = [FileTensor(name, each.dtype, each.shape, _windows(run, each)) for name, each in layouts.items()]
     at = {name: each.positions.tolist() for name, each in layouts.items()}

@@ -102,7 +102,7 @@ async def run(request: Request) -> Response:
 
 @router.get("/batches")
 async def batches(request: Request) -> Response:
-    """Return, as msgpack, the reason why the server accepts no grading jobs; None if it accepts them."""
+    """Return, as msgpack, the reason why the server accepts no grading jobs; "" if it accepts them."""
     front, _ = caller(request)
     return Response(msgspec.msgpack.encode(await asyncio.to_thread(lambda: front.lm.batch_refusal)))
 
@@ -114,7 +114,7 @@ async def grade(request: Request) -> Response:
     await front.ready()
     asked = await _read(request, wire.WireJobs)
     if len({(job.kl, job.top) for job in asked.jobs}) != 1:
-        raise ProgramError("expected one or more jobs with the same kl and top", "jobs")
+        raise ProgramError("expected at least one job, and the same kl and top in all jobs", "jobs")
     vectors = await asyncio.to_thread(_vectors, asked.vectors)
     jobs = await asyncio.to_thread(_jobs, front, owner, asked, vectors)
     programs = sum(job.count + 1 for job in jobs)
@@ -285,8 +285,8 @@ async def status(request: Request) -> Response:
 class _Running:
     """The running requests of one HTTP call. Unfinished requests are aborted when the connection closes.
 
-    Requests start in order. Those running together have at most as many records as one request may have, because every
-    engine step executes the records of all running requests.
+    Requests start in order. The limit on the records of one request also bounds the total of all running requests,
+    because every engine step executes the records of each of them.
     """
 
     def __init__(self, front: Front, owner: str, batch: wire.WireBatch, requests: list[EngineRequest]) -> None:
@@ -439,7 +439,7 @@ def _vectors(data: bytes) -> dict[str, np.ndarray]:
 
 
 def _request(front: Front, owner: str, asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> EngineRequest:
-    """Convert a request for the engine, and check it: only patchclamp's own client checks what it sends."""
+    """Validate a request and convert it for the engine. Only patchclamp's own client validates what it sends."""
     model = front.engine.model
     _check_owned(owner, asked.run)
     ids = asked.prompt_token_ids
@@ -460,7 +460,7 @@ def _job(
     front: Front, owner: str, asked: wire.WireJob, vectors: dict[str, np.ndarray], sizes: Mapping[str, tuple[int, int]],
     sources: tuple[SourceRun, ...],
 ) -> GradeJob:  # fmt: skip
-    """Convert a grading job for the engine. Checks it and its programs as in `_request`."""
+    """Validate a grading job and its programs, and convert it for the engine."""
     suffixes = [tuple(suffix) for suffix in asked.suffixes]
     longest = max(map(len, suffixes), default=0) + 1
     tokens = [*itertools.chain(*suffixes), *(token for terms in asked.terms for _, _, token in terms)]
@@ -469,7 +469,7 @@ def _job(
         if not (0 <= number < len(suffixes) and 0 <= offset <= len(suffixes[number])):
             raise ProgramError("a score's sequence or offset is out of range", asked.name)
     if not suffixes or not all(asked.terms) or not 0 <= asked.top <= MAX_SCORES:
-        raise ProgramError(f"expected sequences, scores, and top from 0 to {MAX_SCORES}", asked.name)
+        raise ProgramError(f"expected at least one sequence, no empty score, and top in 0..{MAX_SCORES}", asked.name)
     try:
         cells = CellRecords.of_bytes(asked.cells)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -491,7 +491,7 @@ def _job(
 
 
 def _jobs(front: Front, owner: str, asked: wire.WireJobs, vectors: dict[str, np.ndarray]) -> list[GradeJob]:
-    """Convert and check a request's jobs. The request declares the sizes of the rows they read."""
+    """Validate and convert a request's jobs. The request declares how many rows of each run they read."""
     points, sizes, runs = front.engine.sites.points, dict[str, tuple[int, int]](), set[str]()
     for key, rows in asked.rows.items():
         try:
@@ -515,7 +515,7 @@ def _never(number: int) -> BoundProgram | None:
 
 
 class _DeclaredRun:
-    """A client's run with the row counts that the request declares. The workers check that the rows exist."""
+    """A client's run, with the row counts that its request declares. The workers check that the rows exist."""
 
     def __init__(self, key: str, sizes: Mapping[str, tuple[int, int]]) -> None:
         self.key, self._sizes = key, sizes
@@ -528,7 +528,7 @@ class _DeclaredRun:
 
 
 def _used(asked: wire.WireRequest, vectors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the vectors that a request reads. Raises `MissingSource` if any is missing."""
+    """Return the vectors that a request reads. Raises `MissingSource` if the batch lacks any."""
     missing = [key for key in asked.vectors if key not in vectors]
     if missing:
         raise MissingSource(f"vector {missing[0]} is missing from the batch", asked.run)

@@ -37,7 +37,7 @@ from patchclamp.store.named import Means, NamedBank, from_bytes, to_bytes
 
 
 class Note(msgspec.Struct):
-    """The newest state of an entry: an owner's run, vector or program.
+    """The newest state of one of an owner's runs, vectors or programs.
 
     kind: "vector", "program", "run", "gone", or "touched" (a run was read)
     by: the process that sent it
@@ -142,7 +142,7 @@ class Owned(ChainMap[str, Any]):
 
 
 class _Owner:
-    """One owner's objects. `version`: changes to its bank. `expected_bytes`: reserved for running requests."""
+    """One owner's objects. version: counts changes to its bank; expected_bytes: reserved for running requests."""
 
     def __init__(self) -> None:
         self.runs: dict[str, _KeptRun] = {}
@@ -160,8 +160,8 @@ class _Owner:
 
 
 class KeptObjects:
-    """Each owner's runs and bank, for the event loop's thread only. `channel` notifies other processes; `always_on`:
-    the server's own probes, whose names programs cannot reuse."""
+    """The runs and bank of every owner. Use it only on the event loop's thread. `channel` notifies other processes;
+    `always_on`: the server's own probes, whose names programs cannot reuse."""
 
     limits: ServeLimits
 
@@ -215,7 +215,7 @@ class KeptObjects:
         self._say(owner, name, "gone", lambda: b"it was deleted")
 
     def check_free(self, owner: str, name: str, kind: str) -> None:
-        """Raise `NameTaken` if an owner's run, vector or program of another kind has the name."""
+        """Raise `NameTaken` if the owner has an entry of another kind (run, vector or program) with this name."""
         mine = self._owners[owner]
         has = "run" if name in mine.runs else kind_of(mine.bank[name]) if name in mine.bank else kind
         if has != kind:
@@ -227,7 +227,7 @@ class KeptObjects:
 
     @contextlib.contextmanager
     def room_for(self, owner: str, captured_bytes: int) -> Iterator[None]:
-        """Reserve memory for a run's captures while it runs. Raises `CapacityError` if its owner has none left."""
+        """Reserve memory for a run's captures while it runs. Raises `CapacityError` if too little is left."""
         mine = self._owners[owner]
         used = mine.expected_bytes + sum(kept.captured_bytes for kept in mine.runs.values())
         what = "bytes that a run with this max_tokens may capture"
@@ -240,7 +240,7 @@ class KeptObjects:
 
     def keep(self, owner: str, name: str, run: Run, request: Request | None = None) -> None:
         """Store a run under a name; other processes are notified if its `request` is given. Raises `CapacityError` if
-        the owner's runs leave no room, and `NameTaken`."""
+        the owner's runs leave no room, and `NameTaken` if the name belongs to an entry of another kind."""
         self.drop_old()
         self.check_free(owner, name, "run")
         runs = self._owners[owner].runs
@@ -277,7 +277,7 @@ class KeptObjects:
         self._close(owner, name, "it was deleted")
 
     def let_go(self, owner: str, name: str, run: Run) -> None:
-        """Free a run that is not kept after its request, unless another run has taken its name."""
+        """Free a run that is not kept after its request, unless its name now belongs to another run."""
         kept = self._owners[owner].runs.get(name)
         if kept is not None and kept.run is run:
             self._close(owner, name, "its captures were returned with its answer, and keep was not set")
@@ -298,7 +298,7 @@ class KeptObjects:
         self._say(owner, name, "gone", why.encode)
 
     def _forget(self, owner: str, name: str, why: str) -> None:
-        """Close a run, if this process has it, and store the reason why it was dropped."""
+        """Close a run, if this process has it, and store the reason for dropping it."""
         if (kept := self._owners[owner].runs.pop(name, None)) is not None:
             kept.run.close()
         self._gone[owner, name] = why
@@ -405,7 +405,7 @@ ENDS_WITHIN_S = 10.0  # wait for a sweep to end after its client disconnected, b
 class SweepJournal(Journal):
     """The in-memory journal of a sweep. `reserve` raises if its owner has no room for more bytes.
 
-    users: the number of requests that use it, from before they plan the sweep until its thread ends
+    users: the number of requests that use it, each from before its sweep is planned until its thread ends
     """
 
     users: int

@@ -1,7 +1,7 @@
 """Programs in the requests of a `vllm.LLM`: `SamplingParams(extra_args={"patchclamp": program})`.
 
-The sites are proved before the first program, and again after the model's weights were updated. Each completion has its
-`Run` as `completion.patchclamp`; if the engine has its own probes, also without a program.
+The sites are proved before the first program, and again after the model's weights were updated. Each completion of a
+program, or of any request if the engine has its own probes, has its `Run` as `completion.patchclamp`.
 """
 
 from __future__ import annotations

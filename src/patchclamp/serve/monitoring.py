@@ -60,12 +60,12 @@ class MonitoredCall:
         return name
 
     def limit(self, choice: int, end: int) -> None:
-        """Withhold a choice's scores starting at position `end`."""
+        """Withhold a choice's scores from position `end` on."""
         runs, index = self._runs[choice]
         runs.setdefault(index, MonitoredRun()).end = end
 
     def _add_to(self, choice: dict[str, Any]) -> None:
-        """Add the scores since the last call to a choice of the response. Scores of the program's own probes take
+        """Add to a choice of the response its scores since the last call. Scores of the program's own probes take
         precedence."""
         runs, index = self._runs.get(choice["index"], (Choices(), 0))
         begin, products = runs.setdefault(index, MonitoredRun()).news()
@@ -74,7 +74,7 @@ class MonitoredCall:
             own["probes"] = as_json(self._log.monitors, begin, products) | own.get("probes", {})
 
     async def told(self, response: Response) -> Response:
-        """Add the scores of a response's choices to the response."""
+        """Return the response with each choice's scores added."""
         if isinstance(response, StreamingResponse):
             chunks: Any = response.body_iterator
             response.body_iterator = self._told(chunks)

@@ -162,7 +162,7 @@ def _chat_of(body: dict[str, Any]) -> Chat:
 
 
 async def _called(call: ProgramCall | None, response: Awaitable[Response]) -> Response:
-    """Await vLLM's response. Meanwhile `generate` finds the call in the context variable `current`."""
+    """Await vLLM's response, with the call in the context variable `current`, where `generate` reads it."""
     token = current.set(call)
     try:
         return await response
@@ -241,7 +241,7 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
 
 
 async def _with_readouts(chunk: str, call: ProgramCall) -> str:
-    """Add to each choice of a stream chunk the readouts of the tokens since the choice's previous chunk."""
+    """Add readouts to each choice of a stream chunk: those of the tokens since the choice's previous chunk."""
     if not call.parts or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])

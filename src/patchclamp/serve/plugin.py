@@ -1,4 +1,4 @@
-"""Entry points for vLLM's plugin loader: wrappers in every process, and routes in API servers that enable them."""
+"""Entry points for vLLM's plugin loader: wrappers in every process, and routes in servers that enable patchclamp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in requests to vLLM's completion routes: from the `patchclamp` object of a request to that of its response.
+"""Programs in requests to vLLM's completion routes: from the request's `patchclamp` object to the response's.
 
 A `ProgramCall` reads the object. `edited` replaces vLLM's `generate`: it binds the program to each prompt, runs it, and
 adds the runs to the call. `ProgramCall.answer` describes them in the response. Variants are stored programs, served to
@@ -128,14 +128,14 @@ class ProgramCall:
     keep: store the captures for later requests
     compare: also return the unedited answer
     tokens: return the tokens as texts, and the positions where each edit acted
-    variant: the program that is the request's model, or None
+    variant: the stored program or mix that the request's model names, or None
     chat: the messages and template options of a chat prompt
     runs: the (name, run) of each choice, by index
-    parts: by choice, the output parts whose readouts go into the stream's next chunk
+    parts: by choice, the output parts whose readouts the stream's next chunk will contain
     error: the error that ended the call, or None
-    records: the program's records over all prompts
+    records: counts the program's records over all prompts
     bindings: the program bound to each distinct prompt
-    on_own_route: True on patchclamp's routes, whose responses have room for every result
+    on_own_route: True on patchclamp's routes, whose responses can carry every result
     """
 
     owner: str
@@ -428,7 +428,7 @@ class Records:
 def of_extra_args(
     extra: dict[str, Any], owner: str, kept: KeptObjects, variant: Variant | None = None, on_own_route: bool = False
 ) -> ProgramCall:
-    """Read the call in a request's `extra_args` (`vllm_xargs`): a JSON string under `patchclamp`, and fuzzing
+    """Parse the call in a request's `extra_args` (`vllm_xargs`): a JSON string under `patchclamp`, and fuzzing
     options."""
     data = extra.get("patchclamp", {})
     if isinstance(data, str):
@@ -445,7 +445,7 @@ def of_extra_args(
 
 def edited(client: Any, stock: Any, prompt: Any, params: Any, request_id: str, **others: Any) -> AsyncIterator[Any]:
     """Run vLLM's `generate` with a program. Called in the order of an HTTP request's prompts. On patchclamp's routes,
-    program errors are raised immediately: vLLM logs later errors of a stream, which may quote the prompt. On vLLM's own
+    program errors are raised immediately: vLLM logs errors in mid-stream, and these may quote the prompt. On vLLM's own
     routes, errors are converted to vLLM's, with the same status."""
     call, front = current.get(), front_of(client)
     if call is None:
@@ -616,7 +616,7 @@ class ProgramRun:
         return outputs if self._watch is None else self._watched(outputs, self._watch)
 
     def _hold(self, output: Any, ids: list[int]) -> None:
-        """Keep an ended run's captures; the run is added to the call once its last readouts are read."""
+        """Keep a finished run's captures; `_take` adds the run to the call once its last readouts are read."""
         self._is_taken = True
 
     async def _watched(self, outputs: AsyncGenerator[Any, None], watch: RunWatch) -> AsyncGenerator[Any, None]:
@@ -653,7 +653,7 @@ class ProgramRun:
                 self._front.engine.release([self._request.run])
 
     def _cut(self, output: Any, ids: list[int], reason: str, sent: list[Any]) -> None:
-        """Make an output the last one of a run that generated `ids`."""
+        """Truncate an output so that it is the last of a run that generated `ids`."""
         last, count = output.outputs[0], len(ids) - sent[0]
         text = self._front.engine.decoded(self._request.prompt_token_ids, self._params, ids)
         last.token_ids, last.text = list(last.token_ids[:count]), text[len(sent[1]) :]
@@ -709,7 +709,7 @@ def prompt_in(prompt: Any) -> tuple[list[int], str | None, list[list[int]]]:
 
 
 async def _publishing(call: ProgramCall, outputs: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-    """Yield a stream's outputs. Before each output, add its readouts to the call, for the chunk made from it."""
+    """Yield a stream's outputs, adding each output's readouts to the call first, for the chunk made from it."""
     async for output in outputs:
         choice, part = vars(output).pop("patchclamp")
         call.parts.setdefault(choice, []).append(part)

@@ -36,7 +36,7 @@ PAGE = importlib.resources.files("patchclamp.serve").joinpath("page.html").read_
 
 @page_router.get("/patchclamp", include_in_schema=False)
 async def page() -> HTMLResponse:
-    """Return the page. It contains no user data and needs no API key; the routes that it calls do."""
+    """Return the page. It contains no user data and needs no API key, unlike the routes that it calls."""
     return HTMLResponse(PAGE)
 
 
@@ -67,7 +67,7 @@ def caller(request: Request) -> tuple[Front, str]:
 
 @router.get("/runs")
 async def list_runs(request: Request) -> schema.RunList:
-    """List the runs of this API key. A server without keys refuses: anyone who knows the name of a run can read it."""
+    """List the runs of this API key. Servers without keys refuse: anyone who knows a run's name can read it."""
     front, owner = caller(request)
     if not front.has_keys:
         raise Unlisted("runs are not listed on a server without API keys: request them by name")
@@ -210,7 +210,7 @@ async def read_vector(name: VectorName, request: Request) -> Response:
 
 @router.delete("/vectors/{name}")
 async def delete_vector(name: VectorName, request: Request) -> Deleted:
-    """Delete a vector. Running requests keep it."""
+    """Delete a vector. Running requests continue to use it."""
     front, owner = caller(request)
     front.kept.delete(owner, "vector", name)
     return Deleted(deleted=name)
@@ -238,7 +238,7 @@ async def list_programs(request: Request) -> schema.ProgramList:
 
 @router.get("/programs/{name}")
 async def read_program(name: ProgramName, request: Request) -> dict[str, list[dict[str, Any]]]:
-    """Return a program in the form in which it can be stored again."""
+    """Return a program, in the format in which programs are stored."""
     front, owner = caller(request)
     return {"edits": to_dict(front.kept.entry(owner, "program", name))["edits"]}
 
@@ -252,7 +252,7 @@ async def delete_program(name: ProgramName, request: Request) -> Deleted:
 
 
 def _read_program(front: Front, body: bytes, name: str, owned: Owned) -> Program:
-    """Read a body's program. Raises errors that do not depend on a prompt, before the program is stored."""
+    """Parse a body's program, and check everything that does not depend on a prompt."""
     program = as_entry(Program.from_json(body))
     assert isinstance(program, Program)
     front.limits.check("program_ops", len(program.edits), "ops of the program", "edits")

@@ -66,7 +66,7 @@ class StudyCard(BaseModel):
 
 
 class StudyList(BaseModel):
-    """The list of all studies."""
+    """All studies."""
 
     studies: list[StudyCard]
 
@@ -205,7 +205,7 @@ TokensText = Annotated[
 
 
 class Closed(BaseModel):
-    """A body that refuses unknown fields and converts no types."""
+    """Base of models that reject unknown fields and do not coerce types."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 

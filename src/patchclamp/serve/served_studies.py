@@ -1,7 +1,7 @@
 """Studies on the server: a request's body has the study's fields, and the response streams its events.
 
 Grids (sweeps, ablations, traces, paths) send their cells as they finish. A study ends when its client disconnects. With
-`resume` its values are kept for as long as runs are, and the same request continues from them.
+`resume` its values are kept for as long as runs are, and repeating the request resumes from them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def served(name: str) -> type[Study]:
 
 
 def fields_of(kind: type[Study]) -> dict[str, StudyField]:
-    """Return the fields that a request may have."""
+    """Return the fields of a study that a request may set."""
     return {name: field for name, field in kind.fields().items() if field.arg.served}
 
 
@@ -102,7 +102,7 @@ def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str
 
 
 def _leaves(value: Any) -> int:
-    """Count the items of a list, including those of nested lists."""
+    """Count the leaves of nested lists."""
     return sum(map(_leaves, value)) if isinstance(value, list) else 1
 
 
@@ -258,7 +258,7 @@ class RunningStudy(ClientWork, Reporter):
         return [self._places[cell.panel], layer, self._places[cell.column]]
 
     def _spread(self, sweep: Sweep) -> dict[str, Any]:
-        """Return each cell's indices, its fields of `Spread`, and its value for each prompt pair."""
+        """Return for each cell its indices, its fields of `Spread`, and its value in each prompt pair."""
         run = ~np.isnan(sweep.values)
         fields = [name for name in Spread._fields if getattr(sweep, name) is not None]
         numbers = [getattr(sweep, name)[run].tolist() for name in fields]

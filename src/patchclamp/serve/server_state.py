@@ -38,8 +38,8 @@ OPEN = "open"  # the owner on servers without API keys: anyone who knows the nam
 
 
 def owner_of(authorization: str | None, has_keys: bool) -> str:
-    """Return the owner of a request with this `Authorization` header. vLLM checks its key on the routes that it guards.
-    Raises `NoKey` if the server has keys and the request has none, because vLLM does not guard every route."""
+    """Return the owner of a request with this `Authorization` header. vLLM itself validates keys, but not on
+    every route. Raises `NoKey` if the server has keys and the request has none."""
     if not has_keys:
         return OPEN
     if not authorization:
@@ -85,8 +85,8 @@ class Leases:
         self._engine.renew(session)
 
     def extend(self, session: str) -> None:
-        """Extend a client's lease to at least `BEAT_S`: its batch may arrive before its first heartbeat, or after it
-        was killed."""
+        """Extend a client's lease to at least `BEAT_S`: a batch may arrive before the client's first heartbeat, or
+        after the client was killed."""
         self._engine.renew(session, self._lease_s - BEAT_S, extend=True)
 
     def opened(self, session: str) -> None:
@@ -137,8 +137,8 @@ class KnownBindings:
         self, owner: str, program: Program, prompt: Prompt, max_tokens: int,
         count: Callable[[int], None] = lambda records: None,
     ) -> Callable[[str], Binding]:  # fmt: skip
-        """Return a function from a run's key to its binding, safe on any thread. Names refer to the owner's current
-        objects. `count` is called with the number of records of each op; an exception that it raises ends binding."""
+        """Return a function from a run's key to its binding, safe on any thread. Names are resolved in a
+        snapshot of the owner's objects. `count` receives each op's number of records; raising aborts binding."""
         owned = self._kept.owned(owner)
         version = self._kept.bank_version(owner)
 
@@ -170,7 +170,7 @@ class ReadoutReader:
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, watch: RunWatch) -> None:
-        """Read the readouts that a request has so far."""
+        """Wait until the readouts that a request has so far are read."""
         read = asyncio.get_running_loop().create_future()
         self._due.append((watch, read))
         if self._task is None or self._task.done():
@@ -189,7 +189,7 @@ class ReadoutReader:
 class Front:
     """The state of one API process, created once on the event loop of an `AsyncLLM`.
 
-    engine, lm: run programs beside the server's other requests. `lm` blocks when it reads captures: use it off the
+    engine, lm: run programs alongside the server's other requests. `lm` blocks when it reads captures: use it off the
         event loop's thread
     leases: the leases of client sessions
     limits: the limits on one caller's requests and stored objects
@@ -197,7 +197,7 @@ class Front:
     bindings: binds programs to prompts, with a cache
     readouts: reads the probes, lenses and features of running requests
     waiting: by run, a function that aborts a client's request before it starts
-    journals: the journals from which sweeps are resumed
+    journals: journals for resuming sweeps
     shows_scores: True if responses include the scores of the server's own probes
     under_way: the number of running studies and grading jobs, by owner
     has_keys: True if callers are identified by API keys
@@ -238,7 +238,7 @@ class Front:
         await self.engine.count_updates()
 
     def check_under_way(self, owner: str) -> None:
-        """Raise `TooLarge` if the owner already runs the maximum number of studies."""
+        """Raise `CapacityError` if the owner already runs the maximum number of studies and grading jobs."""
         wait = "wait until one has finished, or cancel one"
         self.limits.check_room("sweeps", self.under_way[owner], 1, "concurrent studies", fix=wait)
 
@@ -267,7 +267,7 @@ class ClientWork:
     """A request's work on its own thread, for a response that sends results as they arrive. It counts towards the
     owner's limit until the thread ends. `stop` makes the next report raise `RunError`.
 
-    event: the name of its log line · events: the results or an error, and None at the end
+    event: the name of its log line · events: queue of the results or an error, then None
     """
 
     event: ClassVar[str]
@@ -290,7 +290,7 @@ class ClientWork:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Stop the work once the client disconnects."""
+        """Ask the thread to stop, after the client disconnected."""
         self._is_stopped = True
 
     def raise_if_stopped(self) -> None:
