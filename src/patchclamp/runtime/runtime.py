@@ -320,7 +320,7 @@ class Continuity:
     # -- answers to the scheduler: (a program acts in the step, a graph may be used)
 
     def answer(self, requests: list[str] | None) -> tuple[bool, bool] | None:
-        """Return the cached answer to the scheduler if it holds for these requests' next decode step, else None."""
+        """Return the cached answer if it holds for these requests, in scheduler order, one token later; else None."""
         if self._scheduled is None or self._answer_version != self._table.version or self._scheduled != requests:
             return None
         if not self._answer_steps:

@@ -228,7 +228,7 @@ class GridPlace(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """An unpatched run: the baseline of the runs that each patch one place.
+    """An unpatched run: the baseline of the patched runs of its cells.
 
     before: edits that every patched run applies before the cell's edits
     base: the unpatched metric; offset, factor: the grid holds (metric − offset) · factor
