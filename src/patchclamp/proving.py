@@ -47,7 +47,7 @@ MAX_UNMOVED_RTOL = 0.05  # relative change up to which an edit has not moved a r
 
 
 def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
-    """Return the `watchable` sites (name to point) at other points that an edit at `ref` must move or leave unchanged."""
+    """Return the `watchable` sites (name to point), at other points, that an edit at `ref` must or must not move."""
     names = (*SPECS[ref.name].moves, *unmoved(ref.name))
     return [text for name in names if watchable.get(text := f"{name}[{ref.layer}]", ref.point) != ref.point]
 
