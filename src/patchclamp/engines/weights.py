@@ -205,7 +205,7 @@ class _Reader:
         return getattr(module, "weight" if end == "w" else "bias", None) if is_norm else None
 
     def _projection(self, word: str, is_bias: bool) -> torch.Tensor | None:
-        """Return the weights of the query, key or value projection, a module or some columns of a merged module."""
+        """Return the weights of the query, key or value projection, from its own or from a merged module."""
         tap, gated = self._tap("v"), self._sites.family.gated and word == "q"
         sizes, why = self._sites.sizes, self._sites.family.lacks.get(word)
         if why == REORDERED and self._engine == "vllm":
