@@ -52,7 +52,7 @@ def open_engine(
 
 
 def _of_llm(llm: VllmLLM, engine: str | None, options: dict[str, Any]) -> Engine:
-    """Return the engine of a `vllm.LLM`."""
+    """Return the engine that runs programs on a `vllm.LLM`."""
     from patchclamp.engines.vllm.offline import offline_of
 
     if engine not in (None, "vllm") or options:
@@ -78,7 +78,7 @@ def default_engine() -> str:
 
 
 def resolve(model: str, options: Mapping[str, Any]) -> str:
-    """Return a model's folder or hub id. Prepares "smollm2". Raises `ModelError` for a model that cannot be loaded."""
+    """Return a model's folder or hub id; prepare "smollm2" first. Raises `ModelError` if the model cannot be loaded."""
     if model != "smollm2":
         check_checkpoint(model, options)
         return model

@@ -1,12 +1,12 @@
 """The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `patchclamp.testing` implements it in one file.
 
-Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the numerics of compiled engines, less frequent
-full garbage collections, and the encoding and receipt of a program sent to an engine core.
+Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the `numerics` of compiled engines, a context
+with fewer full garbage collections, and the encoding and digest of programs sent to an engine core.
 
 On an engine that compiles, `numerics` selects the code for steps without programs:
 
-uniform: the same code, with taps, as steps with programs. A run stays bit-identical when it is read, or when a capture
-    is written back to its origin. The default of `pc.LM`.
+uniform: the same code, with taps, as steps with programs. Capturing activations, or writing a capture back unchanged,
+    leaves a run bit-identical. The default of `pc.LM`.
 stock: code compiled without taps, bit-identical to the engine's own. The default of a server.
 
 The two round differently in the last bits wherever the compiler fuses ops across a tap.
@@ -144,7 +144,7 @@ def only_uniform(numerics: str, engine: str) -> None:
     """Raise `EngineError` for numerics other than "uniform" on an engine that runs the same code in every step."""
     check_numerics(numerics)
     if numerics != "uniform":
-        raise EngineError(f'expected "uniform" on the {engine} engine, got {numerics!r}: leave it out', "numerics")
+        raise EngineError(f'expected "uniform" on the {engine} engine, got {numerics!r}: omit numerics', "numerics")
 
 
 YOUNG = 200  # younger collections between two full ones, instead of 10: about a million new objects
@@ -179,7 +179,7 @@ def rarely() -> Iterator[None]:
 
 
 class Model(msgspec.Struct, frozen=True):
-    """Facts of a loaded model.
+    """Facts about a loaded model.
 
     name: the hub id or folder
     engine, version: the engine's name and version
@@ -211,7 +211,7 @@ class PartScores(NamedTuple):
 class Part(msgspec.Struct, frozen=True):
     """A run's output since the last part. The concatenated parts give the run's text, token ids and log-probabilities.
 
-    text: new text that no later token can change; incomplete characters and possible stop texts are held back
+    text: new text that no later token can change; incomplete characters and possible stop strings are held back
     token_ids: the new tokens
     logprobs: one float per new token, if requested
     scores: scores of the new tokens by unpooled probe name; the first part also has the prompt's scores. A run's last
@@ -232,7 +232,7 @@ class PartListener(Protocol):
     """A callback that receives a run's parts in order, before its answer. It is called on the engine's thread, in this
     process, so it must not block or raise.
 
-    closed: the client disconnected; the engine stops the run if it can
+    closed: True once the client has disconnected; the engine then stops the run if it can
     """
 
     closed: bool
@@ -258,7 +258,7 @@ class Request(msgspec.Struct):
     adapter: the LoRA adapter to apply
     chat: the chat messages from which the prompt was rendered, if any
     images: the positions of each image's placeholder tokens in the prompt
-    inputs: a prompt with images in the engine's own form (`Expanded.inputs`)
+    inputs: for a prompt with images, the engine's own representation (`Expanded.inputs`)
     ended: True once `Engine.end` was called
     prompt_logprobs: as `logprobs`, for each prompt token
     """
@@ -293,7 +293,7 @@ class Expanded(msgspec.Struct):
 
     ids: the token ids
     images: the positions of each image's placeholder tokens, ascending
-    inputs: the prompt in the engine's own form
+    inputs: the engine's own representation of the prompt
     """
 
     ids: list[int]
@@ -302,7 +302,7 @@ class Expanded(msgspec.Struct):
 
 
 class Drafts(NamedTuple):
-    """Speculative decoding of a request: the number of draft tokens, and the number accepted."""
+    """A request's counts in speculative decoding: draft tokens proposed, and draft tokens accepted."""
 
     proposed: int
     accepted: int
@@ -314,7 +314,7 @@ class Monitor(msgspec.Struct, frozen=True):
     probe: the probe, without token selection or pooling
     threshold: the score above which a token is counted; None: do not count
     points: the points of the probe's site, in layer order
-    columns: the probe's columns among all monitors' products, [T, K]: k columns for each point
+    columns: indices of the probe's columns in the products of all monitors, [T, K]; k columns for each point
     """
 
     probe: Probe
@@ -354,7 +354,7 @@ class Answer(msgspec.Struct):
     computed_from: the first layer and prompt position computed, if earlier ones were reused from the prompt's run
         without a program; None if the prompt was computed in full or read from a prefix cache
     drafts: draft token counts; None if the engine does not count drafts, or makes none
-    monitored: products of the always-on probes (`Engine.monitors`) for every input token, [T, K]
+    monitored: the products W h of the always-on probes (`Engine.monitors`) for every input token, [T, K]
     stop_reason: "probe:NAME" if a condition on probe NAME ended the run, at its last token
     prompt_logprobs, prompt_top_logprobs: as `logprobs` and `top_logprobs`, for each prompt token after the first
     """
@@ -437,7 +437,7 @@ def settle(future: Future[Answer], answer: Answer | Exception) -> None:
 
 
 def settle_if_failed(futures: Iterable[Future[Any]], job: Future[Any]) -> None:
-    """Set a failed job's error on the unfinished futures of the requests that it serves."""
+    """If the job failed, set its error on the unfinished futures of its requests."""
     error = job.exception()
     if error is not None:
         for future in futures:
@@ -462,13 +462,13 @@ def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.nd
 
 
 class VllmLLM(Protocol):
-    """A `vllm.LLM`."""
+    """The part of a `vllm.LLM` that `open_engine` uses."""
 
     llm_engine: Any
 
 
 class Wanted(NamedTuple):
-    """A run's captured rows at positions from `first` on. `op`: an op's index in the bound program; None: every op."""
+    """A fetch of a run's captured rows from position `first` on. `op`: the index of a capturing op; None: all ops."""
 
     run: str
     point: int
@@ -480,7 +480,7 @@ class Wanted(NamedTuple):
 
 
 class PackedTokens(msgspec.Struct, array_like=True):
-    """Captures' `TopTokens` as bytes: int64 positions by capture; int32 ids and fp32 log-probabilities of all rows."""
+    """`TopTokens` as bytes: int64 positions of each capture; int32 ids and fp32 log-probabilities of all rows."""
 
     positions: list[bytes]
     ids: bytes
@@ -502,7 +502,7 @@ class Engine(Protocol):
     tokenizer: its tokenizer
     remote: True if programs run in other processes, so `Apply` is not supported
     has_gradients: True if it supports `gradients` and `jacobians`
-    proved: True if the sites were already proved by the engine itself, such as on a server
+    proved: True if the engine has proved its sites itself, as a server does
     weights: the number of in-place updates of the model's weights
     proved_weights: the value of `weights` when the sites were last proved
     run_prefix: the prefix of all its run names
@@ -510,7 +510,7 @@ class Engine(Protocol):
     keeps_captures_here: True if unfetched captures occupy this machine's memory
     monitors: its always-on probes
     bank: the bank that all its `LM`s share; None if each has its own
-    whole_because: the reason why an engine that can skip computation computes every run in full; else ""
+    whole_because: the reason why every run is computed in full, on an engine that can skip computation; else ""
     """
 
     model: Model
@@ -561,8 +561,8 @@ class Engine(Protocol):
         return [self.fetch(*each) for each in wanted]
 
     def gather(self, runs: list[str], point: int, op: int | None = None) -> tuple[np.ndarray, np.ndarray, Any]:
-        """Return the rows that runs captured at `point`, by one op or by all, as one array: each row's run index, its
-        position, and the rows [R, W], ascending by run and position. The array may be a view of captured memory."""
+        """Return the rows that runs captured at `point` (by op `op`, or by all ops), sorted by run and position: run
+        indices [R], positions [R], and rows [R, W], which may be a view of captured memory."""
         captured = self.fetch_many([Wanted(run, point, op) for run in runs])
         run = np.repeat(np.arange(len(runs)), [len(positions) for positions, _ in captured])
         parts = [np.asarray(rows if isinstance(rows, np.ndarray) else rows.float()) for _, rows in captured]
@@ -616,8 +616,8 @@ class Engine(Protocol):
     def check_adapter(self, adapter: Adapter) -> None:
         """Raise `EngineError` or `CapacityError` for an adapter that this engine cannot run."""
         raise EngineError(
-            f"the {self.model.engine} engine does not support LoRA adapters: merge it into the model first "
-            "(peft_model.merge_and_unload()) and load that, or use vLLM with enable_lora=True", "lora"
+            f"the {self.model.engine} engine does not support LoRA adapters: merge the adapter into its model "
+            "(peft_model.merge_and_unload()) and load the merged model, or use vLLM with enable_lora=True", "lora"
         )  # fmt: skip
 
     def expand(self, prompt: Mapping[str, Any] | None, messages: list[Any] | None, options: dict[str, Any]) -> Expanded:
@@ -632,7 +632,7 @@ class Engine(Protocol):
         self, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
         stream: np.ndarray | None = None,
     ) -> Gradients:  # fmt: skip
-        """Compute the gradients at `points` of Σ weight · log p(token) of the next token. `weights`: by token id.
+        """Compute the gradient of Σ weight · log p(next token) with respect to each point. `weights`: by token id.
 
         stream: rows [T, D] that replace the stream before the first layer
 
@@ -712,7 +712,7 @@ ABORTED = "the run was aborted"
 
 
 class Carried(msgspec.Struct, array_like=True):
-    """A program, as carried in encoded form by a request's sampling parameters.
+    """A bound program, in the form that is encoded into a request's sampling parameters.
 
     bound: the program, bound to the prompt
     sizes: (rows, width) of each bank key that the program reads

@@ -26,7 +26,7 @@ WATCH = "_patchclamp_watch"  # of a module: called with query, key and options o
 
 
 class DenseKeys:
-    """The keys of a forward pass, in layers that programs read, kept until the pass ends (`runtime.attention.Keys`)."""
+    """Keys and values of layers that programs read, kept until the forward pass ends (`runtime.attention.Keys`)."""
 
     def __init__(self, net: Any, sites: SiteMap, runtime: Runtime) -> None:
         self._runtime, self._points = runtime, dict[torch.nn.Module, int]()
@@ -41,7 +41,7 @@ class DenseKeys:
     def around(
         self, module: torch.nn.Module, name: Literal["query", "output"], tap: Callable[[torch.Tensor], None]
     ) -> None:
-        """Call `tap` on the queries of an attention module, [B, T, H · E]."""
+        """Hook an attention module: call `tap` on its queries, [B, T, H · E], in passes that read them."""
         number, acts = self._points[module], self._runtime.acts_at
 
         def watch(
@@ -81,7 +81,7 @@ class DenseKeys:
         return self._read(self._held[point][1], slots, count)
 
     def _read(self, key_BKSE: torch.Tensor, slots: list[int], count: int) -> torch.Tensor:
-        """Return the keys or values of the first `count` positions."""
+        """Return the requests' keys or values at their first `count` positions, [requests, count, K, E]."""
         batch = self._runtime.continuity.batch
         assert batch is not None
         assert self.passes is not None

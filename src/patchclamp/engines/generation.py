@@ -34,7 +34,7 @@ NAMES = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_i
 
 
 class Sampler:
-    """Picks tokens, greedily unless a temperature is set; stops at an EOS token, stop token or stop text."""
+    """Picks tokens, greedily unless a temperature is set; stops at an EOS token, stop token or stop string."""
 
     def __init__(self, sampling: dict[str, Any], eos: set[int]) -> None:
         temperature = float(sampling.get("temperature", 0.0))
@@ -89,17 +89,17 @@ class Sampler:
         return "length" if len(ids) >= max_tokens else None
 
     def safe(self, text: str) -> str:
-        """Return the text without a suffix that may begin a stop text."""
+        """Return the text without a suffix that may be the start of a stop string."""
         held_back = (n for word in self.stop for n in range(1, len(word)) if text.endswith(word[:n]))
         return text[: len(text) - max(held_back, default=0)]
 
     def cut(self, text: str) -> str:
-        """Return the text before the first stop text."""
+        """Return the text before the first stop string."""
         return text[: min((text.index(word) for word in self.stop if word in text), default=len(text))]
 
 
 class OutputWriter:
-    """Collects one request's tokens, passes new ones to its listener, and decides when it is done."""
+    """Collects one request's tokens, passes new ones to its listener, and decides when the request has finished."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, eos: set[int]) -> None:
         self.request, self.tokenizer = request, tokenizer
@@ -120,7 +120,7 @@ class OutputWriter:
 
     @property
     def scored(self) -> Sequence[int]:
-        """The token ids to grade in this step."""
+        """The token ids to grade in this step; empty after the first generated token."""
         return () if self.ids else self.request.score
 
     @property
@@ -128,8 +128,8 @@ class OutputWriter:
         return self.request.logprobs is not None or bool(self.scored)
 
     def take(self, token: int, values: Sequence[float], logprobs_V: torch.Tensor | None) -> None:
-        """Append the next token. `values`: log-probabilities of the token and of `scored`; `logprobs_V`: of the
-        whole vocabulary. If not requested, they are empty and None."""
+        """Append the next token. `values`: log-probabilities of the token and of `scored`, empty if not requested;
+        `logprobs_V`: log-probabilities of the whole vocabulary, or None."""
         if self.scored:
             self.scores = dict(zip(self.scored, values[1:], strict=False))
         self.ids.append(token)
@@ -234,7 +234,7 @@ class StepReadout:
 
 
 class Passes:
-    """The padded inputs of the current pass: the prompts, later one token per request.
+    """The padded inputs of the current forward pass: first the prompts, then one token per request.
 
     reads_prompts: True to keep the first pass's unembedding inputs, [B, T, D], as `hidden_BTD`, and the logits after
         the prompts as `logits_BV`
@@ -288,7 +288,7 @@ class Passes:
 
     @contextlib.contextmanager
     def _reading(self, net: Any) -> Iterator[None]:
-        """Keep all rows of the unembedding's inputs, but unembed only the last."""
+        """Store the unembedding's inputs at all positions, but unembed only the last `keep`."""
         keep, self.keep = self.keep, self.ids_BT.shape[1]
 
         def take(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -352,7 +352,7 @@ class Generation:
 
     @property
     def may_wait(self) -> bool:
-        """True if the batch has a single step, which is in flight, with its complete readout requested at launch."""
+        """True if finishing can be deferred: the only step is in flight, and its readout needs no more device work."""
         return self.readout is not None and not self.readout.has_arrived and all(
             writer.sampler.is_greedy and writer.request.max_tokens == 1 and not writer.request.logprobs
             and writer.request.listener is None for writer in self.writers

@@ -32,12 +32,12 @@ class GradeJob(msgspec.Struct):
 
     name: a unique name; the prefix of the job's run names
     count: the number of programs, N
-    suffixes: the tokens that follow the prompt, for each sequence that a program runs on
-    terms: for each score, the tokens to sum log-probabilities over: (sequence, offset after the prompt, token)
+    suffixes: for each sequence that a program runs on, the tokens after the prompt
+    terms: for each score, the tokens whose log-probabilities it sums: (sequence, offset after the prompt, token)
     kl: True to compute KL(unedited ‖ edited) of the next token
     top: the number of likeliest next tokens to return
-    cells, bound: `cells()` returns all programs as arrays, `bound(i)` bound program i, or None if it has no ops
-    refused: the reasons why programs cannot run in batches, by index
+    cells, bound: `cells()` returns all programs as arrays; `bound(i)` returns program i, or None if it has no ops
+    refused: the reasons why programs cannot run in batches, by program index
     vectors, code, sources: as in a `Request`
     has_baseline: False to skip grading the prompt without a program
     """
@@ -78,8 +78,8 @@ class JobPart(NamedTuple):
 
 
 def sequences_of(scores: Sequence[Sequence[tuple[tuple[int, ...], int]]]) -> tuple[list[tuple[int, ...]], Any]:
-    """Return a job's suffixes and terms. A score is a list of (preceding tokens after the prompt, token to score). A
-    suffix that is a prefix of another shares its sequence."""
+    """Return a job's suffixes and terms. A score is a list of (tokens between the prompt and the scored token, scored
+    token). A suffix that is a prefix of another suffix shares its sequence."""
     wanted = sorted({suffix for score in scores for suffix, _ in score}, key=len, reverse=True)
     suffixes: list[tuple[int, ...]] = []
     for suffix in wanted:
@@ -140,7 +140,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
 
 
 def arrived(found: queue.SimpleQueue[Any]) -> Any:
-    """Poll a queue for its next item. A blocking wait could delay the handling of a signal until an item arrives."""
+    """Poll a queue for its next item. A blocking wait could delay signal handling until an item arrives."""
     while True:
         with contextlib.suppress(queue.Empty):
             return found.get(timeout=LOOK_EVERY_S)

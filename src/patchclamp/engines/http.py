@@ -314,7 +314,7 @@ class HttpEngine(Engine):
         batch.task = asyncio.ensure_future(self._run(batch))
 
     async def _run(self, batch: _SentBatch) -> None:
-        """Run a batch, without retries: runs that have started may have left captures."""
+        """Run a batch without retries: runs that have started may already have captures on the server."""
         try:
             async with (
                 self._posts,

@@ -1,4 +1,4 @@
-"""Lenses beside the model: captured rows pass through the live model's own final norm and unembedding.
+"""Lenses outside the forward pass: captured rows pass through the live model's own final norm and unembedding.
 
 N rows · D model width · V vocabulary · K likeliest tokens
 """
@@ -27,7 +27,7 @@ class LastNorm(NamedTuple):
     """A model's final norm, whose input is the final stream.
 
     factor: stream rows are the module's input times this factor
-    pair: True if the module's input is the sum of two tensors
+    pair: True if the module takes its input as two summands, the hidden state and the residual
     """
 
     module: Any
@@ -65,7 +65,7 @@ def top_tokens(
 ) -> tuple[np.ndarray, np.ndarray] | None:  # fmt: skip
     """Return all rows' top token ids and log-probabilities [N, K], concatenated; None if this worker gets no logits."""
     if any(each.shape[1] != sites.d_model for each in rows):
-        raise ProgramError(f"a lens requires rows of the stream width, {sites.d_model}")
+        raise ProgramError(f"a lens requires rows as wide as the stream ({sites.d_model})")
     translate, is_here = translation(translator, device), True
     ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that parts do not wait
     for part in _parts(rows, min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))):

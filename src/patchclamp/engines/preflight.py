@@ -166,7 +166,7 @@ def _check_hub(name: str, options: Mapping[str, Any]) -> None:
         status = httpx.head(url, headers=headers, timeout=HUB_TIMEOUT_S).status_code
     except httpx.HTTPError as error:
         raise ModelError(
-            f"{name!r} is not a local folder or in the hub cache, and the hub is unreachable "
+            f"{name!r} is neither a local folder nor in the hub cache, and the hub is unreachable "
             f"({type(error).__name__}); {hint}", "model"
         ) from None  # fmt: skip
     if status in (401, 403):

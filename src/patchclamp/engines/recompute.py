@@ -47,7 +47,7 @@ class SkippableLayers:
 
     @contextlib.contextmanager
     def read(self, stream: list[torch.Tensor]) -> Iterator[None]:
-        """Append the inputs of each layer and of the module after them, [B, T, D] each, to `stream`."""
+        """Append the inputs of each layer and of the module after the last layer, [B, T, D] each, to `stream`."""
 
         def take(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             stream.append(args[0].clone())
@@ -78,7 +78,7 @@ class SkippableLayers:
                 del module.forward
 
     def _giving(self, result: torch.Tensor | None) -> Callable[..., Any]:
-        """Create a layer's `forward` that returns `result`, or its input if `result` is None."""
+        """Create a `forward` method for a layer. It returns `result`, or the layer's input if `result` is None."""
 
         def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             rows = hidden if result is None else result
@@ -119,7 +119,7 @@ class Trunk:
         return sum(tensor.nbytes for tensor in (*self.stream, *self.keys, *self.values))
 
     def cache(self, count: int, position: int) -> Any:
-        """Return a cache of the positions before `position` for `count` requests. It shares the trunk's rows."""
+        """Return a cache of the positions before `position` for `count` requests, sharing the trunk's memory."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache()
@@ -129,7 +129,7 @@ class Trunk:
         return cache
 
     def complete(self, cache: Any, layers: int, count: int) -> None:
-        """Fill in the skipped first `layers` layers of a cache, at all positions."""
+        """Fill the first `layers` layers of a cache, which the pass skipped, from the trunk at all positions."""
         for number, layer in enumerate(cache.layers[:layers]):
             self._fill(layer, number, count, len(self.prompt))
 
@@ -177,10 +177,10 @@ FEW = "too few runs share a prompt, or their programs change nearly all of it"
 
 
 class Recompute:
-    """A model's trunks, and the decision whether to use them.
+    """Caches trunks, and decides when to use them.
 
-    whole_because: the reason to compute everything; empty if cuts are allowed
-    passes: the number of first passes computed in full, and the number computed from a cut
+    whole_because: the reason why every run is computed in full; "" if cuts are allowed
+    passes: the number of prefill passes computed in full, and the number computed from a cut
     """
 
     def __init__(self, net: Any, sites: SiteMap, device: str, way: str, max_tokens: int) -> None:
@@ -269,7 +269,7 @@ class Recompute:
         assert self._layers is not None
         layers, length = self._sites.layers, self._proof_tokens
         if length < 2:
-            raise ModelError("prompts of one token have nothing to share")
+            raise ModelError("a prompt of one token has no prefix to share")
         prompt = np.random.default_rng(0).integers(self._sites.d_vocab, size=length).tolist()
         trunk = Trunk(self._net, self._layers, prompt, self._device)
         tolerance = TOLERANCE[self._net.dtype]
@@ -286,7 +286,7 @@ class Recompute:
         return None
 
     def _two_steps(self, passes: Passes, cut: Cut, trunk: Trunk) -> list[torch.Tensor]:
-        """Return the logits of two steps, [2, V] each; the second request is edited at the cut."""
+        """Return logits [2, V] of a prefill pass and a decode step; the second request is edited at the cut."""
         assert self._layers is not None
         module = [*self._layers.layers, self._layers.end][cut.layer]
         noise = torch.randn(self._sites.d_model, generator=torch.Generator().manual_seed(0))
@@ -306,7 +306,7 @@ class Recompute:
 
 
 def _reason(sites: SiteMap, way: str, config: Any) -> str:
-    """Return the reason, known without a proof, to compute every run in full; otherwise ""."""
+    """Return the reason to compute every run in full if it is known without a proof; otherwise ""."""
     if way == "all":
         return 'recompute="all"'
     if not sites.family.tabled:

@@ -32,8 +32,8 @@ class Chat(msgspec.Struct):
 
 
 def template_options(messages: Sequence[Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the given chat template arguments. If the last message is an assistant's, add the two arguments with which
-    the template leaves it open, so that the model continues it."""
+    """Return the given chat template arguments. If the last message is the assistant's, add the two arguments that
+    leave it open for the model to continue."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
         raise ProgramError(f"expected a mapping of options, got {given!r:.100}", "chat_template_kwargs")
     last = messages[-1] if messages else None
@@ -115,7 +115,7 @@ def _is_said(message: dict[str, Any]) -> bool:
 
 
 def _marked(render: Callable[..., str], messages: list[dict[str, Any]]) -> tuple[str, list[str]]:
-    """Return the chat with contents replaced by marks, and the marks of messages that are not blank."""
+    """Render the chat with each non-blank message replaced by a unique mark; return the text and the marks."""
     said = "".join(message["content"] for message in messages if _is_said(message))
     stem = next(f"mark{i}q" for i in range(len(said) + 1) if f"mark{i}q" not in said)
     marks = [f"{stem}{i}q" for i, message in enumerate(messages) if _is_said(message)]
@@ -203,8 +203,8 @@ class HubTokenizer:
             raise TokensError(f"expected token ids, got {ids!r:.100}") from None
 
     def settled(self, ids: Sequence[int]) -> str:
-        """Return the text that the next token cannot change: without a character whose bytes are incomplete and, if the
-        tokenizer cleans up spaces, without the last word."""
+        """Return the text that no later token can change. It omits a character with missing bytes and, if the tokenizer
+        cleans up spaces, the last word."""
         end = len(ids)
         while end and self._may_be_unfinished(ids[end - 1]):  # bytes in a row are decoded together
             end -= 1
@@ -232,8 +232,8 @@ class HubTokenizer:
     def _spelt(self, ids: list[int]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of ids that do not round-trip, and each token's offsets.
 
-        An anchor is a token after which the text so far consists of whole characters. Each prefix is decoded
-        starting at the second to last anchor, so decoding takes linear time."""
+        An anchor is a token after which the text so far consists of whole characters. Each prefix is decoded starting
+        at the second-to-last anchor, so decoding takes linear time."""
         full, offsets, complete = self._full_text(ids), [], 0
         context = anchor = known = 0  # tokens before both; and the length of the anchor's text
         overlap = ""  # the text from the context to the anchor
@@ -283,7 +283,7 @@ class HubTokenizer:
         return full.startswith(text, begin) and not is_shifted
 
     def _full_text(self, ids: list[int]) -> str:
-        """Return the text with special tokens."""
+        """Decode token ids to text, including special tokens."""
         return self.inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:

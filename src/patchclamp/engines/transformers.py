@@ -79,7 +79,7 @@ def gradients(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], weights: dict[int, float],
     stream: np.ndarray | None = None,
 ) -> Gradients:  # fmt: skip
-    """Implement `Engine.gradients`. The caller needs exclusive use of the model. Raises like `_watching`."""
+    """Implement `Engine.gradients`. The caller must have exclusive use of the model. Raises as `_watching`."""
     taps = {point.number: tap for point, tap in sites.taps("transformers")}
     with _watching(net, sites, points, stream) as (tensors, run):
         logprobs_V = run([prompt_token_ids]).logits[0, -1].float().log_softmax(-1)
@@ -100,9 +100,9 @@ def gradients(
 def jacobians(
     net: Any, sites: SiteMap, prompt_token_ids: list[int], points: list[int], positions: list[int]
 ) -> dict[int, np.ndarray]:
-    """Implement `Engine.jacobians`. The caller needs exclusive use of the model. Raises like `_watching`.
+    """Implement `Engine.jacobians`. The caller must have exclusive use of the model. Raises as `_watching`.
 
-    Each pass runs B copies of the prompt; copy b computes one row of every Jacobian.
+    The forward pass runs B copies of the prompt; in each backward pass, copy b yields one row of every Jacobian.
     """
     factors = {point.number: 1.0 if (view := sites.view(tap)) is None else view.factor
                for point, tap in sites.taps("transformers")}  # fmt: skip
@@ -130,8 +130,8 @@ def jacobians(
 def _watching(
     net: Any, sites: SiteMap, points: list[int], stream: np.ndarray | None = None
 ) -> Iterator[tuple[dict[int, torch.Tensor], Callable[[list[list[int]]], Any]]]:
-    """Yield a dict of tensors at `points`, on the autograd graph, and a function that runs the model on equal-length
-    prompts and fills it. `stream` replaces the stream before the first layer.
+    """Yield a dict and a function. The function runs the model on equal-length prompts, and fills the dict with the
+    tensors at `points`, attached to the autograd graph. `stream` replaces the stream before the first layer.
 
     Raises `UnsupportedSite` for logits, and for a router, whose choice of experts has no gradient.
     """
@@ -216,8 +216,8 @@ class TransformersEngine(Engine):
     dtype: a torch dtype's name, or "auto" for the checkpoint's dtype; default: float32 for models below 2 B parameters
         on a CPU, else the checkpoint's dtype
     max_num_seqs: the maximum number of prompts in a batch
-    padding_side: the side on which shorter prompts are padded; "right" requires a site table and no sliding window:
-        other models would count the padding, which then precedes the generated tokens
+    padding_side: the side on which shorter prompts are padded. With "right", padding precedes the generated tokens, so
+        a model needs a site table, and must have neither a sliding window nor recurrent layers
     skip_tokenizer_init: True to load no tokenizer; prompts are token ids
     numerics: only "uniform": every step runs the same code
     recompute: for a prompt shared by many requests in a call, "changed" computes only the layers and positions that
@@ -374,7 +374,7 @@ class TransformersEngine(Engine):
             raise
 
     def _read(self, job: Callable[[], Any]) -> Any:
-        """Read captures on the engine's thread, also between two steps of a batch."""
+        """Run a job that reads captures on the engine's thread, between two steps if a batch is running."""
         read: Future[Any] = Future()
         self._reads.append((read, job))
         self._call(self._read_pending).add_done_callback(functools.partial(settle_if_failed, [read]))
@@ -403,7 +403,7 @@ class TransformersEngine(Engine):
     # -- on the engine's thread
 
     def _read_pending(self) -> None:
-        """Serve pending reads. Called between steps, too, for callers that read during generation."""
+        """Run pending reads. Also called between steps, for callers that read during generation."""
         while self._reads:
             read, job = self._reads.popleft()
             try:
@@ -430,7 +430,7 @@ class TransformersEngine(Engine):
         """Serve a batch. A program that does not fit waits for the next batch if this one has a cut; otherwise it
         fails.
 
-        A single-step batch is finished after the next has started: the device computes it during admission.
+        A single-step batch is finished after the next has started: the device computes it while the next is admitted.
         """
         errors = self._admit(requests)
         if self._unfinished is not None and any(isinstance(error, CapacityError) for error in errors):
@@ -669,7 +669,7 @@ def _check_padding_right(config: Any, tabled: bool, max_model_len: int) -> None:
 
 
 def _max_positions(config: Any) -> int:
-    """Return the model's maximum number of positions, whatever the config calls it."""
+    """Return the model's context length, under any of the names that configs use."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
     for name in names:
         if isinstance(length := getattr(config, name, None), int):

@@ -27,7 +27,7 @@ INPUT_NORMS = ("input_layernorm", "ln_1", "ln_attn")  # of layers whose attentio
 
 
 class WeightKind(NamedTuple):
-    """A kind of weight. shape: its dimensions; point: the kind of the points next to it ("": the model has one such
+    """A kind of weight. shape: its dimensions; point: the kind of the adjacent points ("": the model has only one such
     weight); axis: the dimension sharded across tensor-parallel workers (None: replicated)."""
 
     shape: str
@@ -65,7 +65,7 @@ def checked_layers(sites: SiteMap, name: str, layer: int | None) -> list[int]:
     """Return the layers from which to read a weight: the given layer, or all layers that have it; empty for a weight
     that occurs once per model.
 
-    Raises: `UnknownName` for an unknown name, `UnsupportedSite` for a layer, or a model, without such a weight.
+    Raises: `UnknownName` for an unknown name, `UnsupportedSite` for a layer or model without this weight.
     """
     if not isinstance(name, str) or name not in WEIGHTS:
         raise unknown("weight", str(name), WEIGHTS, "name")
@@ -100,8 +100,8 @@ def shard_of(weight: torch.Tensor | None) -> Shard | None:
 
 
 def join_shards(name: str, shards: list[Shard | None], workers: int) -> np.ndarray | None:
-    """Join every worker's shard of a weight, in rank order, fp32. Two pipeline stages may both have a tied
-    embedding."""
+    """Concatenate the workers' shards of a weight, in rank order, as fp32. Shards beyond `workers` are duplicates: two
+    pipeline stages may both have a tied embedding."""
     import torch
 
     found = [
@@ -117,9 +117,9 @@ def join_shards(name: str, shards: list[Shard | None], workers: int) -> np.ndarr
 def read_weight(
     net: torch.nn.Module, sites: SiteMap, engine: Literal["transformers", "vllm"], name: str, layer: int | None
 ) -> torch.Tensor | None:
-    """Return a weight of a model in this process, on the host, in its own dtype and the shape of `WEIGHTS`. A
-    tensor-parallel worker returns its shard, through its own `sites` (`SiteMap.local`). None if the model, or this
-    worker's stage, lacks it."""
+    """Copy a weight of a model in this process to the host, in its own dtype and the shape given in `WEIGHTS`. A
+    tensor-parallel worker passes its local `sites` (`SiteMap.local`), and gets its shard. Return None if the model, or
+    this worker's stage, lacks the weight."""
     import torch
 
     with torch.no_grad():
@@ -205,7 +205,7 @@ class _Reader:
         return getattr(module, "weight" if end == "w" else "bias", None) if is_norm else None
 
     def _projection(self, word: str, is_bias: bool) -> torch.Tensor | None:
-        """Return the weights of queries, keys or values: a module's own, or columns of a merged module."""
+        """Return the weights of the query, key or value projection, from its own or from a merged module."""
         tap, gated = self._tap("v"), self._sites.family.gated and word == "q"
         sizes, why = self._sites.sizes, self._sites.family.lacks.get(word)
         if why == REORDERED and self._engine == "vllm":
@@ -228,8 +228,8 @@ class _Reader:
         return by_head_IHE[0] if is_bias else by_head_IHE.transpose(0, 1)
 
     def _beside(self, word: str, tap: Tap) -> torch.nn.Module | None:
-        """Return the module that computes queries, keys or values. If their site's tap is at a norm, return the module
-        beside that of the values (at `tap`) with the corresponding name."""
+        """Return the module that projects queries, keys or values. If the site's tap is at a norm instead, return the
+        sibling of the value projection (at `tap`) with the corresponding name."""
         own = self._find(self._tap(word).module) if word in self._sites.family.points else None
         if own is not None and _is_linear(own):
             return own
@@ -284,7 +284,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _rows(module: Any, is_bias: bool) -> torch.Tensor | None:
-    """Return a linear module's weight for multiplying rows, [I, O], or its bias [1, O]; None without one."""
+    """Return a linear module's weight [I, O], by which rows are multiplied, or its bias [1, O]; None if it has none."""
     import torch
 
     if module is None:

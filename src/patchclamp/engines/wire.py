@@ -114,7 +114,7 @@ class WireJob(msgspec.Struct):
 
 
 class WireJobs(msgspec.Struct):
-    """Jobs to grade. vectors: as in a `WireBatch`; rows: the row count of each run that jobs read, by bank key."""
+    """Grading jobs. vectors: as in a `WireBatch`; rows: row counts by bank key, for the runs that the jobs read."""
 
     jobs: list[WireJob]
     vectors: bytes = b""
@@ -194,7 +194,7 @@ class Answered(msgspec.Struct, tag="answer"):
 
 
 class Failed(msgspec.Struct, tag="error"):
-    """Request `i`'s error, packed."""
+    """Request `i`'s error, as plain data (`errors.Packed`)."""
 
     i: int
     error: Packed
@@ -216,7 +216,7 @@ class GradedPart(msgspec.Struct, tag="grades"):
         return cls(i, number.tobytes(), [b"" if of is None else of[number].tobytes() for of in columns], errors)
 
     def read(self, table: GradeTable, first: int) -> np.ndarray:
-        """Add the results to a table where this job starts at program `first`; return the programs' table indices."""
+        """Add the results to a table in which the part starts at program `first`; return their indices there."""
         number = np.frombuffer(self.number, np.int64)
         number = np.where(number < 0, -1, number + first)
         dtypes = np.float32, np.float32, np.int64, np.float32
@@ -249,7 +249,7 @@ class Frames:
 
 
 class CapturedFile:
-    """Writes the bytes of a `fetch` response to their final memory as they arrive, so captures are held only once."""
+    """Writes the bytes of a `fetch` response directly to the final arrays as they arrive, so memory holds one copy."""
 
     def __init__(self, count: int) -> None:
         try:

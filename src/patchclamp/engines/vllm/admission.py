@@ -2,7 +2,7 @@
 scheduled.
 
 A request whose program does not fit beside the running ones waits, first come first served (or by priority); requests
-without programs overtake it. The workers' tasks, `Orders`, travel with the scheduler's own output, without a round
+without programs overtake it. The workers' tasks, `Orders`, are sent with the scheduler's output, without another round
 trip. A program's `Verdict`, its receipt or error, is returned with the request's outputs.
 
 `LastWords` is a store through which an engine core's front ends exchange notes.
@@ -127,7 +127,7 @@ class SelfCheck(msgspec.Struct):
     Rows at `embed` are captured along with the request's own captures, through the same labels, buffers and positions.
     They must equal the embedding matrix's rows for the tokens at these positions.
 
-    positions, ids: tokens since the last check, [N]; a request that may end at a stop text is checked repeatedly
+    positions, ids: tokens since the last check, [N]; a request that may end at a stop string is checked repeatedly
     is_first: True for the first check
     """
 
@@ -181,7 +181,7 @@ class RequestProgram:
 
         proved: the number of tokens whose keys and values may enter the prefix cache. From the first edit onward, the
             workers must first confirm that the run has had no errors.
-        asked: the number of tokens in the last request for confirmation
+        asked: the number of tokens covered by the last request for confirmation
         """
         self.proved, self.asked = self.unedited, 0
 
@@ -261,8 +261,8 @@ class Admission:
                 self._blocked = None
 
     def renew(self, session: str, ago_s: float = 0.0, extend: bool = False) -> None:
-        """Renew the lease of the client with runs named `session-…`, as of `ago_s` seconds ago. `extend`: never
-        shorten it."""
+        """Renew the lease of the client with runs named `session-…`, as of `ago_s` seconds ago. `extend`: keep a lease
+        that ends later."""
         heard_s = time.monotonic() - ago_s
         self._sessions[session] = max(heard_s, self._sessions.get(session, heard_s)) if extend else heard_s
 
@@ -281,7 +281,7 @@ class Admission:
 
     @property
     def has_orders(self) -> bool:
-        """True if the workers have tasks even if nothing is scheduled."""
+        """True if there are tasks for the workers, even if no request is scheduled."""
         return bool(self._orders.release or self._orders.admit)
 
     def take_orders(self) -> Orders | None:
@@ -297,8 +297,8 @@ class Admission:
         self, name: str, blocks: tuple[int, int], slots: tuple[int, int], records: tuple[int, int],
         sizes: dict[str, Any],
     ) -> bytes | None:  # fmt: skip
-        """Lease resources to a job's cells: cache blocks, slots and records (the minimum and maximum of each), and bank
-        rows (`sizes` by key). Returns the encoded `Lease`, or None without room."""
+        """Lease resources to a job's cells: cache blocks, slots and records (each given as minimum and maximum), and
+        bank rows (`sizes` by key). Returns the encoded `Lease`, or None if there is no room."""
         assert self.pool is not None
         assert name not in self._leases
         count = min(blocks[1], self.pool.free // 2)  # requests need the rest
@@ -330,7 +330,7 @@ class Admission:
         return len(self._waiting) + len(self.errors)
 
     def arrive(self, request: Any, program: RequestProgram, priority: tuple[float, ...]) -> bool:
-        """Admit a request's program and return True. Without room, queue it (lower `priority` first). Record errors."""
+        """Return True if a program was admitted; otherwise queue it (lower `priority` first) or record its error."""
         self.programs[request.request_id] = program
         program.arrived_s = time.monotonic()
         try:
@@ -370,7 +370,7 @@ class Admission:
             if rows < 0 or width < 1 or not whole:
                 raise ProgramError(f"invalid source size: {rows} rows of {width} numbers")
             if key in self._vectors and self._vectors[key].rows.shape != (rows, width):
-                raise ProgramError(f"vector {key[2:14]}: expected the size {(rows, width)} that the program declares")
+                raise ProgramError(f"vector {key[2:14]}: expected shape {(rows, width)}, as the program declares")
         if any(op.kind == CAPTURE for op in bound.ops):
             if bound.run in self._capturing:
                 raise ProgramError(
@@ -451,7 +451,7 @@ class Admission:
         return True
 
     def _loading(self, placement: Placement) -> Placement:
-        """Return the placement with all rows to load that a worker may lack; record the rows' source runs."""
+        """Extend a placement's `load` to all rows that a worker may lack, and record their source runs."""
         # a worker's bank has only rows that earlier programs read there, and a lease's rows may be loaded a step later
         if self._workers > 1 or self._leases:
             placement = msgspec.structs.replace(placement, load=tuple(filter(is_loaded, placement.addresses)))
@@ -462,7 +462,7 @@ class Admission:
 
 
 def _is_checkable(request: Any, program: RequestProgram) -> bool:
-    """True if a request has captures, and its rows at `embed` are rows of the embedding matrix. An adapter may change
-    the rows, and prompts given as embeddings do not use the matrix."""
+    """True if a request has captures, and its activations at `embed` are rows of the embedding matrix. They may not be
+    with an adapter, or if the prompt was given as embeddings."""
     captures = any(op.kind == CAPTURE for op in program.bound.ops)
     return captures and request.lora_request is None and request.prompt_embeds is None

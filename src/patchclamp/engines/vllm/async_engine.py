@@ -231,7 +231,7 @@ class AsyncEngine(VllmFrontEnd):
             settle(future, as_patchclamp_error(error))
 
     async def _run(self, request: Request, future: Future[Answer], carried: bytes | None) -> None:
-        """Run a request to its answer."""
+        """Run a request, and set its answer on the future."""
         underway, generate = self._underway(request), clients.stock_generate(self.client)
         params = clients.sampling_params(request, None, self._has_text)
         prompt = {"type": "token", "prompt_token_ids": request.prompt_token_ids}  # the format of vLLM's renderers
@@ -302,7 +302,7 @@ class AsyncEngine(VllmFrontEnd):
                 self._drop([request])
 
     def _count(self, request: Request, ids: list[int]) -> None:
-        """Count an ended run that had a program and generated these ids."""
+        """Add an ended run to the metrics, if it had a program. `ids`: its generated token ids."""
         if self.metrics is not None and request.bound is not None:
             self.metrics.ended(request.bound, [*request.prompt_token_ids, *ids], request.vectors, self.sites)
 
@@ -369,7 +369,7 @@ class AsyncEngine(VllmFrontEnd):
         return summed
 
     def _core_of(self, request: Request) -> int | None:
-        """Return the core that holds the rows a request reads and will keep its captures; None if vLLM may choose."""
+        """Return the core with the client's captures if a request reads or captures rows; None if any core will do."""
         assert request.bound is not None
         ops = request.bound.ops
         is_bound = any(op.kind == CAPTURE or any(map(source_of, op.keys)) for op in ops)
@@ -422,7 +422,7 @@ class AsyncEngine(VllmFrontEnd):
 
     async def _fetch(self, verb: str, wanted: list[Any]) -> list[Captured]:
         def receive(core: int, some: list[Any]) -> list[Captured]:
-            """Fetch captures from the workers of one core; not on the loop's thread."""
+            """Fetch captures from the workers of one core. Must not run on the loop's thread."""
             fetched = self._receiver.fetch(lambda *receiver: self._wait(self.ask(verb, some, *receiver, only=core)))
             return join_captured(fetched, len(some))
 

@@ -1,4 +1,4 @@
-"""Cells in batches: programs on one prompt, run as our own sequences between the engine's steps.
+"""Batched grading of cells: programs on one prompt, run as separate sequences between the engine's steps.
 
 The core leases blocks, slots, records and bank rows (`Admission.lease`); a worker runs the batches. The prompt is
 computed once, without a program, into leased blocks. A cell computes tokens starting at its first edited position
@@ -221,8 +221,8 @@ class _RunningJob:
         ], axis=1)  # fmt: skip
 
     def _compute_prompts(self) -> None:
-        """Compute every prompt without a program, into the first leased blocks. Keep each layer's inputs if cells begin
-        at layers and have no tokens after the prompt."""
+        """Compute every prompt without a program, into the first leased blocks. Keep the values that cross cuts if some
+        cells can begin above layer 0, and no cell has tokens after the prompt."""
         model, job = self._model, self._job
         pieces = model.pieces
         if pieces is not None and pieces.usable is not False and self._layer.any() and (self._samples == 1).all():
@@ -307,7 +307,7 @@ class _RunningJob:
         return _Launched(number, slot_of_cell, scored, terms[:, 0], arriving, self._next, len(position))
 
     def _result(self, batch: _Launched) -> BatchResult:
-        """Return the results of a batch in flight."""
+        """Wait for a batch in flight, and return its results."""
         found = [each.result().numpy() for each in batch.found]
         runtime = self._bulk.runtime
         runtime.collect_failures()
@@ -355,8 +355,8 @@ class _RunningJob:
         return slots
 
     def _tables(self, part: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Return each sequence's blocks, [G, C, blocks]: the prompt's, then the sequence's own. Copy the block
-        that a sequence shares only in part."""
+        """Return the sequences' block tables, [G, C, blocks]: blocks shared with the prompt, then the sequence's own.
+        Copy blocks that are shared only in part."""
         model = self._model
         shared, total = start // model.block, -(-length // model.block)
         width = int(total.max())
@@ -375,8 +375,8 @@ class _RunningJob:
         self, part: np.ndarray, first: np.ndarray, first_sample: np.ndarray, cell: np.ndarray, terms: np.ndarray,
         hidden: torch.Tensor, sampled: np.ndarray,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Queue a batch's results: log-probabilities of the tokens to score and, if requested, KL, top tokens and their
-        log-probabilities. Logits are computed in chunks of rows.
+        """Compute a batch's results on the device: log-probabilities of the tokens to score and, if requested, KL, and
+        top tokens with their log-probabilities. Logits are computed in chunks of rows.
 
         first: each cell's first sequence in the batch · first_sample: each sequence's first sampled row
         cell, terms: from `_terms`

@@ -106,7 +106,7 @@ class VllmFrontEnd(Engine):
     def _describe(
         self, name: str, config: VllmConfig, hub_tokenizer: Callable[[], Any], processor: OutputProcessor
     ) -> None:
-        """Set the engine's facts, once vLLM has the model. `processor`: vLLM's output processor."""
+        """Set the engine's attributes, once vLLM has loaded the model. `processor`: vLLM's output processor."""
         facts = configuration.model_facts(config)
         self.config, self.sites, self._processor = config, site_map(config), processor
         self.sites.dictionaries |= {each.card.name: each for _, each, _ in loaded_saes(config, self.sites)}
@@ -132,7 +132,7 @@ class VllmFrontEnd(Engine):
         check_sampling(sampling)
 
     def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of every core's admission without waiting, ahead of later requests."""
+        """Call a method of every core's admission without waiting. It runs before later requests arrive."""
         raise NotImplementedError
 
     def _hold(self, requests: Iterable[Request]) -> None:
@@ -198,8 +198,8 @@ class VllmFrontEnd(Engine):
             yield "end", ()
 
     def _together(self, jobs: Sequence[GradeJob]) -> Iterator[list[JobPart]]:
-        """Split jobs into parts. Merge parts whose prompts fit into a batch and a quarter of the cache, and whose rows
-        fit into half of the bank."""
+        """Split jobs into parts, and yield groups of parts to run together. A group's prompts fit into a batch and a
+        quarter of the cache, and its rows fit into half of the bank."""
         facts, limits = self._batch_facts, configuration.enabled(self.config)
         assert limits is not None
         most = np.array([facts.rows, facts.blocks // 4, limits["limits"]["bank_bytes"] // 8])
@@ -292,7 +292,7 @@ class VllmFrontEnd(Engine):
 
     def _underway(self, request: Request) -> Underway:
         """Create the state of a request before it is submitted. Raises `ProgramError` for scores with speculative
-        decoding (vLLM confuses the rows of scored and draft tokens, and the engine would stop), and as
+        decoding (vLLM confuses the rows of scored and draft tokens, and the engine would stop), and the errors of
         `lora.check_prompt_logprobs`."""
         if request.score and self.config.speculative_config is not None:
             raise ProgramError("score is not supported with speculative decoding: use logprobs instead", "score")
@@ -317,7 +317,7 @@ class VllmFrontEnd(Engine):
         return decoded(self._processor, prompt, params, token_ids, False) if self._has_text else ""
 
     def _decoder(self, request: Request) -> Callable[[list[int], bool], str] | None:
-        """Return the function that decodes a request's ids when the text is read; None if vLLM decodes them."""
+        """Return a function that decodes a request's ids when its text is read; None if vLLM decodes them."""
         from vllm.sampling_params import SamplingParams  # faster than from vllm itself, whose names are lazy
 
         processor, prompt, sampling = self._processor, request.prompt_token_ids, request.sampling
@@ -331,7 +331,7 @@ class VllmFrontEnd(Engine):
 
 
 def next_call(calls: Grading, result: Any) -> tuple[str, tuple[Any, ...]]:
-    """Send a call's result to a grading. Returns the next call, with an empty name at the end."""
+    """Send a call's result to a grading, and return the next call. After the last call, its name is empty."""
     try:
         return calls.send(result)
     except StopIteration:
@@ -339,7 +339,7 @@ def next_call(calls: Grading, result: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def no_room(lease: tuple[Any, ...]) -> CapacityError:
-    """Return the error for a lease with these arguments that does not fit even an idle engine."""
+    """Return the error for a lease that does not fit even an idle engine. `lease`: its arguments."""
     blocks, slots, records, sizes = lease
     size = 4 * sum(map(math.prod, sizes.values()))
     return CapacityError(
@@ -350,7 +350,7 @@ def no_room(lease: tuple[Any, ...]) -> CapacityError:
 
 
 def verdict_of(answers: Iterable[tuple[str, Any] | None]) -> Verdict | None:
-    """Join the workers' verdicts on an unfinished run (`do_verdict`); None if it has ended."""
+    """Combine the workers' verdicts on an unfinished run (`do_verdict`); None if the run has ended."""
     verdicts = [answer for answer in answers if answer is not None]
     return joined_verdict(verdicts) if verdicts else None
 
@@ -367,8 +367,8 @@ def confirm(run: str, verdict: Verdict | None, carried: bytes) -> None:
 
 
 class Underway:
-    """A request in vLLM, and its answer so far. vLLM's outputs contain only new parts; without a listener there is one
-    output. The text is vLLM's own, which holds back possible stop texts.
+    """A request in vLLM, and its answer so far. Each of vLLM's outputs contains only new tokens; without a listener
+    there is a single output. The text is vLLM's own, which holds back possible stop strings.
 
     tables: log-probabilities that have arrived but not been read
     monitored: scores of the always-on probes that have arrived, under key 0
@@ -466,7 +466,7 @@ def merged(statuses: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def join_captured(answers: list[dict[int, Captured]], count: int) -> list[Captured]:
-    """Join the workers' shards of `count` wanted captures, in rank order."""
+    """Concatenate the workers' shards of each of `count` captures, in rank order."""
     shards: list[list[Captured]] = [[] for _ in range(count)]
     for answer in answers:
         for i, captured in answer.items():
@@ -484,7 +484,7 @@ def top_tokens_of(answers: Iterable[tuple[list[bytes], bytes, bytes] | None], to
 
 
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
-    """Return the shards that have rows, or else the first. Only the worker with all columns has projected rows."""
+    """Return the shards with rows, or else the first shard. Only the worker with all columns has projected rows."""
     return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]
 
 

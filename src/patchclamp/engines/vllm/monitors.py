@@ -96,7 +96,7 @@ def _monitor_of(given: Any, sites: SiteMap) -> Monitor:
     for point in points:
         if sites.points[point].rows == "sampled" or sites.shard_count(point) > 1:
             raise UnsupportedSite(
-                f"an always-on probe requires a per-token site that is not split between workers, got {probe.at}",
+                f"an always-on probe requires a per-token site that is not sharded across workers, got {probe.at}",
                 "at",
             )
     return Monitor(probe, threshold, points, ())
@@ -116,7 +116,7 @@ def columns_of(monitors: Sequence[Monitor]) -> int:
 
 
 class MonitorTap:
-    """Computes the products of a step's rows, `products` [R, K].
+    """Computes the products W h of a step's rows into `products`, [R, K].
 
     Taps call `apply`. It allocates nothing that outlives the step, so it can be recorded in a CUDA graph.
     """
@@ -153,7 +153,7 @@ class MonitorTap:
         self.products[: len(h_RD), first:end] = h_RD @ weight_Dk
 
     def taken(self, rows: int) -> Callable[[], np.ndarray]:
-        """Start a copy of a step's products [rows, K] to the host; return a function that awaits and returns it."""
+        """Start a copy of a step's products [rows, K] to the host; return a function that waits for the copy."""
         import torch
 
         copied = self.products[:rows].to("cpu", non_blocking=True, copy=True)
@@ -196,7 +196,7 @@ class _Taken(NamedTuple):
 class SlotScores:
     """Every cached token's products by KV-cache slot, and the number of tokens sent for each request.
 
-    columns: K, the products per token · blocks, block: the number of blocks, and of tokens in a block
+    columns: K, the products per token · blocks: the number of cache blocks · block: the tokens per block
     length: the maximum number of tokens of a request
     """
 
@@ -236,7 +236,7 @@ class SlotScores:
         self._steps[step] = _Step(names, lanes, self._version[lanes], start_N, count_N, slots)
 
     def computed(self, step: int, products: np.ndarray | None, in_rows: list[str], accepted: Mapping[str, int]) -> None:
-        """Keep a step's products [T, K]. `in_rows`: its requests in row order; `accepted`: the number of accepted
+        """Store a step's products [T, K]. `in_rows`: its requests in row order; `accepted`: the number of accepted
         tokens of each request with drafts."""
         planned = self._steps.pop(step, None)
         if planned is None:
@@ -265,7 +265,7 @@ class SlotScores:
 
     def message(self, outputs: Sequence[Any], taken: _Taken | None) -> list[bytes]:
         """Return the scores to send with these outputs: first positions and token counts (int64), and products (fp32).
-        `taken`: this step's scores; those of earlier steps were kept. Empty without outputs."""
+        `taken`: this step's scores, stored here for outputs that are sent later. Returns [] without outputs."""
         now = [] if taken is None else taken.outputs
         if taken is not None and now and len(outputs) == len(now) and all(map(operator.is_, outputs, now)):
             return [taken.firsts.tobytes(), taken.counts.tobytes(), taken.products.tobytes()]
@@ -349,7 +349,7 @@ class SlotScores:
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return start … start + count − 1 for each start, joined."""
+    """Return the concatenated ranges start … start + count − 1."""
     if len(counts) and counts.min() == 1 == counts.max():
         return starts
     ends = np.cumsum(counts)
@@ -363,9 +363,9 @@ _KINDS = (np.int64, np.int64, np.float32)  # of the parts of a message
 
 
 class _Stretch:
-    """A batch's scores over consecutive steps: N requests, with one token each after the first step.
+    """Scores of N requests over consecutive steps: any number of tokens in the first, then one per request.
 
-    first: products of the first step's tokens; request i has those from bounds[i] to bounds[i + 1]
+    first: products of the first step's tokens; request i has rows bounds[i] to bounds[i + 1]
     later: products of each later step, [N, K]
     """
 
@@ -436,7 +436,7 @@ class MonitorLog:
         self._stretches: dict[int, _Stretch] = {}  # the latest one, by part
 
     def arrived(self, message: Sequence[bytes]) -> None:
-        """Receive a message of scores, for the outputs that it arrives with and for later ones."""
+        """Receive a message with the scores of the outputs that arrive with it or later."""
         firsts, counts, products = (np.frombuffer(part, kind) for part, kind in zip(message, _KINDS, strict=True))
         self._message, self._taken, self._part = (firsts, counts, products.reshape(-1, self._columns)), 0, 0
 

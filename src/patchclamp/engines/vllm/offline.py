@@ -87,7 +87,7 @@ class OfflineEngine(VllmEngine):
             futures = super().submit(requests)
             while not all(future.done() for future in futures):
                 if not self._serve() or not (is_busy(self._engine) or self._held_back):
-                    raise EngineError("vLLM has no more work, but a request has no answer")
+                    raise EngineError("vLLM is idle, but a request has no answer")
                 self._step()
         return futures
 
@@ -122,8 +122,8 @@ class OfflineEngine(VllmEngine):
         return name in self._waiting
 
     def check_unused(self, name: str, has_run: bool) -> None:
-        """Raise `NameTaken` for the id of an unfinished request if either request has a run: its outputs could not be
-        told apart."""
+        """Raise `NameTaken` if `name` is the id of an unfinished request and either request has a run: their outputs
+        would be indistinguishable."""
         if not clients.is_unfinished(self._engine, name):
             self._forget_caller(name)  # if it was aborted
         elif has_run or name in self._callers:
@@ -194,7 +194,7 @@ def _answer(request: Request, output: RequestOutput, completion: CompletionOutpu
 def _logprobs_of(
     table: Iterable[Mapping[int, Logprob] | None] | None, ids: Sequence[int], top: int | None
 ) -> tuple[list[float] | None, list[dict[int, float]]]:
-    """Return the log-probabilities of tokens, and of the `top` likeliest at each (−1: all)."""
+    """Return each token's log-probability, and those of the `top` likeliest tokens at its position (−1: all)."""
     if table is None:
         return None, []
     rows = [{token: each.logprob for token, each in (row or {}).items()} for row in table]

@@ -84,8 +84,8 @@ def running(vllm_config: VllmConfig, status: dict[str, Any]) -> list[Finding]:
 
 
 def _fusions(status: dict[str, Any], numerics: str) -> list[Finding]:
-    """Report each fusion pass's matches in the two variants. Steps of the active variant are slower if it has fewer.
-    With uniform numerics there is only one variant."""
+    """Report each fusion pass's matches in the two variants. Active steps are slower if their variant has fewer
+    matches. With uniform numerics there is only one variant."""
     if not status.get("fusions"):
         return [Finding("fusions", "passes", "note", "none counted: none apply here, or compiled code was cached",
                         "to count them, set VLLM_DISABLE_COMPILE_CACHE=1")]  # fmt: skip

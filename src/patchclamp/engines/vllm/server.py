@@ -168,9 +168,8 @@ def _larger(limit: str) -> str:
 
 
 class _Additional(dict[str, Any]):
-    """An `additional_config` that holds settings without effect on compiled code as attributes, because vLLM hashes
-    only its items. They cannot be attributes of the configuration itself: vLLM could not derive the configuration of a
-    part of the model from it."""
+    """An `additional_config` with attributes for settings that do not affect compiled code, because vLLM hashes only
+    its items. They cannot be attributes of `VllmConfig`: vLLM could not derive a submodel's configuration from it."""
 
     serving: ServeLimits
     monitors: tuple[Monitor, ...]
@@ -186,9 +185,9 @@ def set_apart(
     vllm_config: VllmConfig, limits: ServeLimits, monitors: tuple[Monitor, ...],
     saes: tuple[tuple[SAEOption, ...], str], check_rate: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Move a server's limits, always-on probes, SAEs and the self-check rate out of our part of `additional_config`,
-    and return that part. `serving`, `monitors_of_config`, `loaded_saes` and `check_rate_of` read the moved settings.
-    The original engine arguments are not modified."""
+    """Move a server's limits, always-on probes, SAEs and the self-check rate out of patchclamp's section of
+    `additional_config`, and return the section. `serving`, `monitors_of_config`, `loaded_saes` and `check_rate_of` read
+    the moved settings. The original engine arguments are not modified."""
     extra: Any = vllm_config.additional_config
     ours = {part: value for part, value in extra[KEY].items() if part not in SET_APART}
     extra = vllm_config.additional_config = _Additional({**extra, KEY: ours})
@@ -287,11 +286,11 @@ class Metrics:
             self._ops.labels(self._model, KINDS[op.kind]).inc()
 
     def graded(self, programs: int) -> None:
-        """Count programs graded in batches; they add to no other metric."""
+        """Count programs graded in batches, which no other metric includes."""
         self._programs.labels(self._model).inc(programs)
 
     def ended(self, bound: BoundProgram, ids: Sequence[int], vectors: Mapping[str, np.ndarray], sites: SiteMap) -> None:
-        """Count an ended run. `ids`: prompt and generated ids; `vectors`: includes the conditions' vectors."""
+        """Count an ended run. `ids`: prompt and generated ids; `vectors`: must include those of conditions."""
         computed = len(ids) - 1
         self._rows.labels(self._model).inc(edited_rows(bound, np.asarray(ids[:computed], np.int64), vectors))
         if size := captured_bytes(bound, sites, computed):
@@ -329,15 +328,15 @@ def edited_rows(bound: BoundProgram, ids: np.ndarray, vectors: Mapping[str, np.n
 
 
 def run_server(model: str, options: Sequence[str]) -> None:
-    """Run `vllm serve MODEL OPTIONS` in this process, with patchclamp in its engine and our routes in its API servers.
+    """Run `vllm serve MODEL OPTIONS` in this process, with patchclamp in the engine and its routes in the API servers.
 
     Raises `EngineError` for vLLM's Rust front end, which has fixed routes, and if the server stops with an error.
     Raises `ProgramError` for an `--additional-config` that is not a JSON object.
     """
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise EngineError(
-            "vLLM's Rust front end does not support our routes: unset VLLM_USE_RUST_FRONTEND; with it, programs go "
-            "only through vllm_xargs, in a server started by `vllm serve --additional-config '{\"patchclamp\": {}}'`"
+            "vLLM's Rust front end does not support patchclamp's routes: unset VLLM_USE_RUST_FRONTEND; with it, "
+            "programs need vllm_xargs and a server started by `vllm serve --additional-config '{\"patchclamp\": {}}'`"
         )
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own command does
     os.environ.update(environment())
@@ -384,7 +383,7 @@ def _cache_size(options: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return a server's environment variables. They name our plugin, and all plugins that vLLM would load anyway."""
+    """Return a server's environment variables. `VLLM_PLUGINS` adds patchclamp to the plugins that vLLM would load."""
     import torch
 
     named = os.environ.get("VLLM_PLUGINS")
@@ -402,7 +401,7 @@ def environment() -> dict[str, str]:
 
 
 def with_config(options: Sequence[str]) -> list[str]:
-    """Return vLLM's options, with our own options (`OWN`) moved into our part of `--additional-config`."""
+    """Move patchclamp's CLI options (`OWN`) into `--additional-config`; return the options for vLLM."""
     rest, config = [], {}
     own: dict[str, list[str]] = {name: [] for name in OWN}
     words = iter(options)
@@ -430,7 +429,7 @@ OWN = (*OF_PROBES, "--sae", "--sae-precision", "--patchclamp-check-rate")
 
 
 def _with_own(ours: Any, own: Mapping[str, list[str]]) -> Any:
-    """Return our part of `additional_config` with our own options added."""
+    """Merge patchclamp's CLI options into its section of `additional_config`."""
     if not any(own.values()) or not isinstance(ours, dict):
         return ours
     if own["--sae"]:

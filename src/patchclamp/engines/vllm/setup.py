@@ -1,5 +1,5 @@
 """The plugin that vLLM loads in every process (`vllm.general_plugins`). It wraps vLLM's functions, and completes or
-rejects our part of a configuration. Engines without patchclamp are unaffected."""
+rejects patchclamp's section of a configuration. Engines without patchclamp are unaffected."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def register() -> None:
 
 
 def complete(vllm_config: VllmConfig) -> None:
-    """Complete our part of `additional_config`; `{"patchclamp": {}}` selects the defaults.
+    """Complete patchclamp's section of `additional_config`; `{"patchclamp": {}}` selects the defaults.
 
-    Our part is included in vLLM's compile-cache key, so it contains everything that changes the graph. A server's
-    limits do not, so they are removed (`server.serving`).
+    The section is part of vLLM's compile-cache key, so it contains everything that changes the graph. A server's limits
+    do not, so they are moved out (`server.set_apart`).
 
     Raises `EngineError`, with names and reasons, for a configuration that would break a guarantee, and `UnknownName`
     for an unknown setting.
@@ -110,7 +110,7 @@ def complete(vllm_config: VllmConfig) -> None:
 
 
 def _op() -> str:
-    """Return a key for vLLM's compile cache: a hash of the taps' source, and the word shared if layers share code."""
+    """Return a key for vLLM's compile cache: a hash of the taps' source, and "shared" if layers share code."""
     digest = hashlib.sha256()
     for module in (taps, op):
         digest.update(inspect.getsource(module).encode())

@@ -6,7 +6,7 @@ receiver maps the memory and returns views to its caller. The sender keeps lent 
 All other rows pass through a shared-memory buffer, one per receiver. New memory, which the system must clear first,
 transfers at 1 to 2 GB/s; a buffer that both sides have already mapped transfers at copy speed. A call's rows are
 concatenated, and sent in parts if they exceed the buffer. The receiver copies the parts out, so a caller's arrays do
-not depend on the buffer. Small rows travel in the answer, as do all rows if there is no room for a buffer.
+not depend on the buffer. Small rows are sent in the answer, as are all rows if there is no memory for a buffer.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class CaptureSender:
         self, stored: dict[int, StoredRows], to: str, mapped: Collection[int] = (), at: int = 0, files: bool = True,
         loan: str = "",
     ) -> dict[str, Any]:  # fmt: skip
-        """Return an answer for the receiver `to`, which has mapped the buffers `mapped`. `stored`: rows by index.
+        """Return an answer for the receiver named `to`. `stored`: rows by index; `mapped`: the buffers it has mapped.
 
-        The answer has the concatenated bytes starting at `at`, at most `MAX_BUFFER_BYTES`. `files`: True if the
-        receiver can open our files. `loan`: the loan name for large rows; "" to lend none.
+        The answer has at most `MAX_BUFFER_BYTES` of the concatenated bytes, starting at offset `at`. `files`: True if
+        the receiver can open the sender's files. `loan`: the loan name for large rows; "" to lend none.
         """
         lends = files and loan
         places = {n: place for n, rows in stored.items() if lends and (place := _lendable(rows)) is not None}
@@ -130,7 +130,7 @@ class CaptureSender:
 
 class CaptureReceiver:
     """Receives rows from `CaptureSender`s. `name` identifies the receiver. `release` is called with the names of loans
-    without views, on any thread where the garbage collector runs; pass the names to the senders' `take_back`.
+    without remaining views, on any thread that runs the garbage collector; pass the names to the senders' `take_back`.
 
     has_views: True once large rows have arrived as views
     """
@@ -198,8 +198,8 @@ class CaptureReceiver:
         return self._map(answer)[: answer["here"]]
 
     def _borrow(self, answer: dict[str, Any], loan: str) -> dict[int, np.ndarray]:
-        """Map lent rows; return bytes that start at each item's first row, by index. The loan of a file ends when its
-        views are freed."""
+        """Map lent rows; return each item's bytes, from its first row on, by index. The loan of a file ends when all
+        its views are freed."""
         if "lent" not in answer:
             return {}
         places = {number: MemoryLocation(*place) for number, *place in answer["lent"]}
@@ -261,7 +261,7 @@ def _lendable(rows: StoredRows) -> MemoryLocation | None:
 
 
 def _part(rows: StoredRows, at: int, memory: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the copies that put the rows' bytes at offset `at` of memory; bytes outside it are skipped."""
+    """Return (target, source) pairs that copy the rows' bytes to offset `at` of `memory`, clipped to its size."""
     if at >= 0 and at + rows.nbytes <= len(memory):
         return rows.copies(memory[at:])
     copies = []

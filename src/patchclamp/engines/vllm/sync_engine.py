@@ -87,14 +87,14 @@ alive: weakref.WeakSet[VllmEngine] = weakref.WeakSet()  # engines of this proces
 
 
 def known_options() -> list[str]:
-    """Return the names of the engine options: vLLM's engine arguments, and ours."""
+    """Return the names of the engine options: vLLM's engine arguments, and patchclamp's."""
     from vllm.engine.arg_utils import EngineArgs
 
     return [*(field.name for field in dataclasses.fields(EngineArgs)), *OURS]
 
 
 class VllmEngine(VllmFrontEnd):
-    """Stock vLLM in this process. `options` are vLLM's engine arguments by name, and our own:
+    """Stock vLLM in this process. `options` are vLLM's engine arguments by name, and patchclamp's:
 
     `cells`, `max_records`, `bank_bytes`, `sae_bytes`, `batch_share`, `kept_bytes`, `ring_bytes`, `pinned_bytes`,
     `active_sizes`: `Limits` of the worker; `numerics`: the code for steps without programs, "uniform" (the same as with
@@ -312,7 +312,7 @@ class VllmEngine(VllmFrontEnd):
         self._start_on(config)
 
     def _start_on(self, config: VllmConfig) -> None:
-        """Prepare the workers of the `LLMEngine`, and create our helpers for it."""
+        """Prepare the workers of the `LLMEngine`, and create its submitter and adapters."""
         self._ask("started", self.remote)
         self._submitter = Submitter(self._engine, has_text=not config.model_config.skip_tokenizer_init)
         self._adapters = Adapters(self._engine, lambda number: self._ask("unfit", number), config.lora_config)
@@ -353,7 +353,7 @@ class VllmEngine(VllmFrontEnd):
         self._take(outputs)
 
     def _take(self, outputs: list[Any]) -> list[Any]:
-        """Read the outputs of our own requests. Return the others."""
+        """Read the outputs of requests from `submit`, and return all other outputs."""
         ended: list[Request] = []
         others: list[Any] = []
         for output in outputs:
@@ -380,7 +380,7 @@ class VllmEngine(VllmFrontEnd):
         self._gradings.append(grading)
 
     def _grade_on(self) -> None:
-        """Run a batch of the oldest grading."""
+        """Execute the next call of the oldest grading."""
         if not self._gradings:
             return
         grading, busy = self._gradings[0], is_busy(self._engine)
@@ -519,7 +519,7 @@ class RunningGrading:
         self._next = next(calls)
 
     def advance(self, ask: Callable[..., list[Any]], core: Callable[..., Any], busy: bool) -> bool:
-        """Carry out the next call. Return False at the end. `busy`: True if the engine has requests."""
+        """Execute the next call; return False after the last. `busy`: True if the engine has requests."""
         verb, args = self._next
         if verb == "wait":
             self._since = self._since or time.monotonic()

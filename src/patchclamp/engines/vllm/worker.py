@@ -106,7 +106,7 @@ class Exchange:
         return rows
 
     def everywhere(self, wanted: list[Wanted], fetch: Callable[[list[Wanted]], list[Captured]]) -> list[Captured]:
-        """Send captures to all workers from the one that keeps full rows. Runs on all workers, and raises the sender's
+        """Broadcast captures from the worker that keeps full rows. Runs on all workers, and raises the sender's
         error."""
         kept = self._has_tap.astype(bool) & self._keeps.astype(bool)
         owners = [int(kept[:, point].argmax()) for _, point, *_ in wanted]
@@ -332,8 +332,8 @@ class Attached:
     # -- around a step
 
     def ahead(self, scheduler_output: SchedulerOutput) -> None:
-        """Move the rows of other runs that new programs read, between several workers. This must happen before a
-        pipeline stage waits for the previous one."""
+        """Move the rows that new programs read to the workers that lack them. This must happen before a pipeline stage
+        blocks on the previous stage."""
         orders = compat.orders(scheduler_output)
         assert self._exchange is not None
         for admitted in () if orders is None else orders.admit:
@@ -390,8 +390,8 @@ class Attached:
         return answer, steps_left - 1 if steps_left else FOREVER
 
     def _positions(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
-        """Return each request of a step and its first computed position. With steps scheduled ahead, positions may be
-        too high; exact ones are read from the device only if a program acts at or after the lowest possible."""
+        """Return each request of a step and its first computed position. With steps scheduled ahead, these may be too
+        high; exact positions are read from the device only if a program may act at or after the lowest possible."""
         positions = list(compat.positions(scheduler_output))
         earliest = ((request, max(begin - self._most_ahead, 0)) for request, begin in positions)
         if not self._most_ahead or not self.runtime.steps_left(earliest):
@@ -506,7 +506,7 @@ class Attached:
         return status
 
     def do_hold_code(self, run: str, code: dict[int, Code]) -> None:
-        """Hold the functions of a run's `Apply` ops. Requires the front end in this process."""
+        """Store the functions of a run's `Apply` ops. Requires the front end in this process."""
         self.runtime.hold_code(run, code)
 
     def do_unfit(self, adapter: int) -> list[str]:
@@ -559,15 +559,15 @@ class Attached:
         return None if request is None else self.runtime.outcome(request)
 
     def do_fetch(self, wanted: list[Wanted], *receiver: Any) -> dict[Any, Any]:
-        """Return (positions, rows) of captures this worker keeps, by index in `wanted`; for a receiver, as
-        `CaptureSender.hand`."""
+        """Return (positions, rows) of the captures that this worker keeps, by index in `wanted`; given `receiver`
+        arguments, return the answer of `CaptureSender.hand`."""
         stored = self._stored(wanted)
         if receiver:
             return self._sender.hand(stored, *receiver)
         return dict(zip(stored, tensors_of(list(stored.values())), strict=True))
 
     def do_gather(self, runs: list[str], point: int, op: int | None) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-        """Return a point's rows in many runs as one tensor, to a caller in this process."""
+        """Return a point's rows in many runs as one tensor. Requires the front end in this process."""
         return self.runtime.store.gather(runs, point, op)
 
     def do_lens(self, wanted: list[Wanted], top: int, translator: bytes) -> tuple[list[bytes], bytes, bytes] | None:
@@ -616,8 +616,8 @@ class Attached:
         return self._sender.hand({i: rows.window(*windows[i][4:]) for i, rows in stored.items()}, *receiver)
 
     def do_bulk(self, verb: str, name: str, *args: Any) -> Any:
-        """Run cells in batches: return facts about batches, or a `Bulk` method's result. If vLLM defers a step's
-        sampling until it has a grammar's mask, return `LATER` on all workers, which wait for each other in a batch."""
+        """Run cells in batches: return `BatchFacts`' values, or a `Bulk` method's result. While vLLM defers a step's
+        sampling until a grammar mask arrives, return `LATER` on all workers: in a batch, they wait for each other."""
         if self._bulk is None:
             batches = BatchModel(self._runner, self.kind, self.runtime.sites.layers)
             self._bulk = Bulk(self.runtime, batches, self._in_batch, self._await_logits)

@@ -64,7 +64,7 @@ USE_TRANSFORMERS = 'With model_impl="transformers" vLLM runs Transformers\' own 
 
 def site_map(vllm_config: VllmConfig) -> SiteMap:
     """Return the site map of an engine's model, which is the same in the front end and every worker. A derived table is
-    read from our part of the configuration, not derived again."""
+    read from patchclamp's section of the configuration, not derived again."""
     table = (configuration.enabled(vllm_config) or {}).get("table")
     return _map_of(vllm_config, msgspec.json.decode(table, type=Family)) if table else find_sites(vllm_config)
 
@@ -239,7 +239,7 @@ def _key(vllm_config: VllmConfig) -> str:
 
 @functools.cache
 def _code() -> str:
-    """Return a hash of our table-finding code."""
+    """Return a hash of the code that finds tables."""
     root = Path(__file__).parents[3]
     files = [*sorted((root / "sites").glob("*.py")), Path(__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

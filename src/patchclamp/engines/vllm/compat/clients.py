@@ -106,7 +106,7 @@ def extra_args(carried: bytes | None, weights: int) -> dict[str, Any]:
 
 def sampling_params(request: Request, carried: bytes | None, has_text: bool, weights: int = 0) -> SamplingParams:
     """Return vLLM's parameters for a request, with its encoded program. vLLM detokenizes during generation only for
-    stop texts and listeners."""
+    stop strings and listeners."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -129,8 +129,8 @@ def sampling_params(request: Request, carried: bytes | None, has_text: bool, wei
 class Submitter:
     """Adds requests to one `LLMEngine`.
 
-    vLLM checks and completes each request's parameters, a large part of its cost. Consecutive requests with the same
-    settings share the result.
+    vLLM validates and completes each request's parameters, which is a large part of the cost of a request. Consecutive
+    requests with the same settings share the result.
     """
 
     def __init__(self, engine: LLMEngine, has_text: bool) -> None:
@@ -177,8 +177,8 @@ def on_generate(
     edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool], entered: Callable[[str, int], str]
 ) -> None:
     """Pass requests to an `AsyncLLM` with patchclamp to `edited(client, stock, prompt, params, request_id, **others)`
-    if an `extra_args` key `is_ours`. Pass others to vLLM's own `generate`, under the name that `entered(request_id, n)`
-    returns."""
+    if `is_ours` is true of a key of their `extra_args`. Pass others to vLLM's own `generate`, under the name
+    `entered(request_id, n)`."""
 
     def generate(
         stock: Any, client: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
@@ -210,8 +210,8 @@ def http_error(message: str, status: int) -> Exception:
 
 
 def on_add_request(added: Callable[..., str]) -> None:
-    """Pass requests to an `LLMEngine` with patchclamp that is not our own to `added(engine, stock, request_id, prompt,
-    params, ...)`."""
+    """Redirect `add_request` of `LLMEngine`s that a caller created with patchclamp to `added(engine, stock, request_id,
+    prompt, params, ...)`."""
 
     def add_request(
         stock: Any, engine: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -232,9 +232,9 @@ def mark_own(engine: LLMEngine) -> None:
 
 
 class SharedSteps:
-    """An `LLMEngine`'s steps, shared between its caller and us.
+    """The steps of an `LLMEngine` that its caller and patchclamp share.
 
-    read: a function that takes each step's outputs and returns the caller's
+    read: a function that processes each step's outputs, and returns those of the caller's requests
     may_differ: True if a worker call may have changed the model's weights since this was set to False
     """
 
@@ -247,11 +247,11 @@ class SharedSteps:
         engine.collective_rpc = forwards(self._rpc)(self.collective_rpc)
 
     def own_step(self) -> None:
-        """Take a step for our own requests."""
+        """Run a step for patchclamp's own requests."""
         self._theirs += self._read(self._step())
 
     def step(self) -> list[Any]:
-        """Take the caller's next step, in place of `LLMEngine.step`."""
+        """Return the outputs stored for the caller, or run a step. Replaces `LLMEngine.step`."""
         theirs, self._theirs = self._theirs, []
         return theirs or self._read(self._step())
 
@@ -282,7 +282,7 @@ def on_new_weights(client: AsyncLLM, updated: Callable[[], Awaitable[None]]) -> 
 
 
 def on_outputs() -> None:
-    """Take the log-probabilities of registered requests (`tables_of`) out of a core's outputs, before vLLM would build
+    """Take the log-probabilities of registered requests (`tables_of`) out of a core's outputs, before vLLM builds
     dictionaries from them."""
 
     def process_outputs(
@@ -308,7 +308,7 @@ def on_outputs() -> None:
 
 
 def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[EngineCoreOutput]) -> None:
-    """Store the outputs' scores under the outputs' requests."""
+    """Assign the scores sent with these outputs to the outputs' requests."""
     if not outputs:
         return
     params = outputs[0].kv_transfer_params
@@ -341,7 +341,7 @@ def request_tokens(processor: OutputProcessor, name: str, first: int, count: int
 
 
 def log_monitors(processor: OutputProcessor, log: MonitorLog) -> None:
-    """Store the scores in all outputs in a log."""
+    """Store the scores in all of a processor's outputs in a log."""
     vars(processor)["patchclamp_monitors"] = log
 
 
@@ -494,7 +494,7 @@ def _cores_of(client: AsyncLLM) -> AsyncMPClient:
 
 
 def tell_cores(client: AsyncLLM, method: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
-    """Call `tell_core` for every core, or core `only`, on the loop's thread. The futures receive the results."""
+    """Call a method of each core's `Admission`, or only of core `only`'s, on the loop's thread. Return futures."""
     return _tell(client, "patchclamp_call", (method, args), only)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's configuration: our part of it, facts about the model, and unsupported settings."""
+"""vLLM's configuration: patchclamp's section, facts about the model, and unsupported settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "patchclamp"  # in `additional_config`, in `SamplingParams.extra_args`, an
 
 
 def enabled(vllm_config: VllmConfig) -> dict[str, Any] | None:
-    """Return our part of `additional_config`; None for an engine without patchclamp."""
+    """Return patchclamp's section of `additional_config`; None for an engine without patchclamp."""
     extra = getattr(vllm_config, "additional_config", None)
     ours = extra.get(KEY) if isinstance(extra, dict) else None
     return ours if isinstance(ours, dict) else None
@@ -32,8 +32,8 @@ def is_uniform(vllm_config: VllmConfig) -> bool:
 
 
 def engine_id(vllm_config: VllmConfig) -> int:
-    """Return a number that all copies of an engine's configuration share. vLLM creates and compiles the decoder of a
-    model that also reads images with a copy; copies share the compiler's configuration."""
+    """Return an id that all copies of an engine's configuration share: the id of its compilation config. vLLM creates
+    the decoder of a multimodal model with such a copy."""
     return id(vllm_config.compilation_config)
 
 
@@ -44,8 +44,8 @@ def surroundings(separate: bool) -> Iterator[None]:
     `separate`: True to run the engine core, and a single worker, in a separate process.
 
     vLLM must save ahead-of-time compiled code as the traced graph, from which both variants are recompiled; an artifact
-    would contain one variant. On a CPU it could not load saved code, so saving is turned off. That variable stays set,
-    because compiled models read it in every step.
+    would contain one variant. On a CPU, vLLM could not load saved code, so `VLLM_USE_AOT_COMPILE=0` disables saving. It
+    stays set, because compiled models read it in every step.
     """
     from vllm.platforms import current_platform
 
@@ -79,8 +79,8 @@ ONE_VARIANT = f"{MEGA}=1 is not supported: it saves only one of the two variants
 
 
 def save_graphs(vllm_config: VllmConfig) -> None:
-    """Make vLLM save ahead-of-time compiled code as the traced graph, like `surroundings`, in a process that starts an
-    engine by itself. Raises `EngineError` if the user has set the opposite."""
+    """Make vLLM save ahead-of-time compiled code as the traced graph, as `surroundings` does, for an engine that
+    patchclamp does not create. Raises `EngineError` if the user has set the opposite."""
     from vllm import envs
 
     if getattr(vllm_config.compilation_config.mode, "name", "") == "VLLM_COMPILE" and getattr(envs, MEGA, False):
@@ -90,7 +90,7 @@ def save_graphs(vllm_config: VllmConfig) -> None:
 
 
 def spare_memory(arguments: dict[str, Any]) -> None:
-    """Limit a CPU's cache to a quarter of the free memory and 4 GiB; vLLM would take most of the memory.
+    """Limit the cache on a CPU to a quarter of the free memory, at most 4 GiB; vLLM would take most of the memory.
 
     Does nothing on a GPU, or if the caller has set a size.
     """
@@ -112,7 +112,7 @@ def choose_dtype(arguments: dict[str, Any]) -> None:
 
 
 def usage() -> UsageContext:
-    """Return the `UsageContext` that sets vLLM's default batch limit: `vllm.LLM`'s on a GPU, unknown on a CPU.
+    """Return the `UsageContext`, from which vLLM derives its default batch limit: `LLM_CLASS`, or unknown on a CPU.
 
     Startup runs a step of the maximum size, which is slow on a CPU.
     """

@@ -3,7 +3,7 @@
 Stored keys and values do not record edits, and loaded positions are not computed, so they are not captured. Requests
 with programs therefore bypass the connector: it is not queried for them, nor notified of their blocks. A connector in
 `KEYED` stores by block hash, which includes edits, and must see every allocation, because it copies blocks after they
-were freed: there, requests with programs only load nothing.
+were freed. It is only prevented from loading blocks for requests with programs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ seam(_BASE + "request_finished", _WHY, "self, request, block_ids")
 
 
 def bypass(scheduler: Scheduler, has_program: Callable[[SamplingParams | None], bool]) -> None:
-    """Hide requests with programs from a scheduler's connector, if it has one; with one of `KEYED`, load nothing."""
+    """Hide requests with programs from a scheduler's connector, if any; a connector in `KEYED` only loads nothing."""
     connector: Any = scheduler.connector
     if connector is None:
         return
@@ -106,7 +106,7 @@ def check_transfer(scheduler: Scheduler, request: Request) -> None:
     """Raise `ProgramError` for a program on a request that sends or receives keys and values."""
     if scheduler.connector is not None and request.kv_transfer_params:
         raise ProgramError(
-            "kv_transfer_params is not supported with a program, whose keys and values stay in this engine: omit it"
+            "programs do not support kv_transfer_params, as their keys and values stay in this engine: omit it"
         )
 
 

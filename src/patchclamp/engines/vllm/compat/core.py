@@ -160,8 +160,8 @@ def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_id
 
 
 def _weights_of(request: Request) -> int:
-    """Return the count of weight updates when a request was created or last recomputed from the start, so that it
-    reuses no block of other weights. 0 in engines without patchclamp."""
+    """Return the number of weight updates when a request was created or last recomputed from the start. It is part of
+    block keys, so blocks of other weights are not reused. 0 in engines without patchclamp."""
     known = vars(request).get(WEIGHTS)
     if known is None and _making.admission is not None:
         known = vars(request)[WEIGHTS] = _making.admission.updates()
@@ -171,7 +171,7 @@ def _weights_of(request: Request) -> int:
 def _program_of(request: Request) -> RequestProgram | None:
     """Return a request's program, decoded once, when the request is created and its blocks get their keys.
 
-    None without a program, in engines without patchclamp, and if decoding fails; then admission fails the request.
+    None without a program, in engines without patchclamp, or if decoding fails, which makes admission fail the request.
     """
     data = carried(request.sampling_params)
     program: RequestProgram | None = getattr(request, "patchclamp", None)
@@ -487,7 +487,7 @@ class _Admitting:
         self.admission.errors.clear()
 
     def _outputs(self, outputs: dict[int, EngineCoreOutputs], client: int) -> list[EngineCoreOutput]:
-        """Return a client's list of outputs, to which outputs can be appended."""
+        """Return a client's list of outputs; create it if needed."""
         from vllm.v1.engine import EngineCoreOutputs
 
         if client not in outputs:
@@ -495,8 +495,8 @@ class _Admitting:
         return outputs[client].outputs
 
     def _ask_verdicts(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Request verdicts from the workers on programs of requests that have ended, that the front end may end at a
-        stop text, or that have edited tokens to prove: after the prompt, and then every `PROVED_AT_ONCE` tokens."""
+        """Request the workers' verdicts on programs whose requests have ended, or may be ended by the front end at a
+        stop string, or have edited tokens to prove: after the prompt, and then every `PROVED_AT_ONCE` tokens."""
         judged: list[tuple[int, Any, RequestProgram]] = []
         proofs: dict[str, _PendingProof] = {}
         for client, part in outputs.items():
@@ -629,13 +629,13 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
         return
     code = next((op.action for op in program.bound.ops if op.kind == APPLY), None)
     if code is not None:
-        what = {Encoded: "an edit that needs the full encoder of an SAE", Attended: "an edit of attention"}.get(
+        what = {Encoded: "an edit that runs the full encoder of an SAE", Attended: "an edit of attention"}.get(
             type(code), "Apply"
         )
         raise ProgramError(f"{what} is not supported with speculative decoding: it would run on rejected draft tokens")
     _check_latches(program.bound)
     if request.mm_features and speculative_config.method != "ngram":
-        raise ProgramError("programs on prompts with images are not supported with a draft model yet: untested")
+        raise ProgramError("programs on prompts with images are not supported with a draft model: untested")
     params = request.sampling_params
     if params is not None and params.temperature and vllm_config.device_config.device_type == "cpu":
         raise ProgramError(
@@ -645,8 +645,8 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
 
 
 def _check_latches(bound: BoundProgram) -> None:
-    """Raise `UnsupportedSite` for a latch that requires several generated tokens of a step in order: a point's rows are
-    unordered, and a delimiter latch cannot be rolled back to the last accepted token."""
+    """Raise `UnsupportedSite` for a latch that depends on the order of a step's generated tokens: a point's rows have
+    no defined order, and a delimiter latch cannot be rolled back to the last accepted token."""
     points: dict[int, int] = {}  # where generated tokens set a latch
     for op in bound.ops:
         if isinstance(op.action, Latch) and op.action.last:

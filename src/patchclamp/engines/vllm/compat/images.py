@@ -116,7 +116,7 @@ def spans_of(request: Request) -> tuple[Span, ...]:
 
 
 def forget(client: AsyncLLM, inputs: Mapping[str, Any]) -> None:
-    """Make an `AsyncLLM` send a prompt's images again next time, because this prompt was rejected, not sent."""
+    """Make an `AsyncLLM` send a prompt's images the next time, because this prompt was rejected before it was sent."""
     names = [name for hashes in (inputs.get("mm_hashes") or {}).values() for name in hashes]
     sent = client.renderer.mm_processor_cache if names else None
     if sent is not None:

@@ -23,7 +23,7 @@ LAYOUTS = ("vec", "vec16")  # of keys on a CPU: each block transposed
 
 
 class PagedKeys:
-    """Keys of the requests in a runner's batch (`runtime.attention.Keys`)."""
+    """Keys and values of the requests in a runner's batch (`runtime.attention.Keys`)."""
 
     def __init__(self, runner: Any, kind: str, runtime: Runtime, sites: SiteMap) -> None:
         self._runner, self._kind, self._runtime = runner, kind, runtime
@@ -61,7 +61,7 @@ class PagedKeys:
         return self._read(point, slots, count, 1)
 
     def _blocks(self, point: int, slots: list[int], count: int) -> torch.Tensor:
-        """Return the cache blocks of the requests' first `count` positions, [B, R]."""
+        """Return the requests' block tables for their first `count` positions, [B, R]."""
         layer, group = self._layer(point)
         size, batch = layer.kv_cache.shape[2], self._runtime.continuity.batch
         assert batch is not None

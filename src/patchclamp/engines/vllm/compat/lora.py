@@ -184,7 +184,7 @@ def unfit(runner: Any, number: int) -> list[str]:
 
 
 def _model_widths(module: Any) -> list[Any]:
-    """Return the widths of adapter matrices that fit a module, summed over tensor-parallel workers."""
+    """Return the widths that a module requires of adapter matrices, summed over tensor-parallel workers."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
     into = [*_widths(module.lora_a_stacked, 1 if _is_table(module) else -1)]
@@ -203,6 +203,6 @@ def _model_widths(module: Any) -> list[Any]:
 
 
 def _widths(matrices: Any, axis: int) -> Iterator[int | None]:
-    """Yield sizes along an axis of one matrix, or of one matrix per slice (None if missing)."""
+    """Yield the size along `axis` of a matrix, or of each of a list with one matrix per slice (None if missing)."""
     for matrix in matrices if isinstance(matrices, (list, tuple)) else [matrices]:
         yield None if matrix is None else matrix.shape[axis]

@@ -1,7 +1,7 @@
-"""A compiled model's pieces, split by vLLM at attention. Our own batches may begin after any cut.
+"""A compiled model's pieces, split by vLLM at attention. patchclamp's batches may begin after any cut.
 
-The values, row by row, that cross the cut after layer l − 1's attention are all that layers l and later need from
-earlier ones: the attention output, the stream, and values computed once for all layers. Given these, the remaining
+The per-row values that cross the cut after layer l − 1's attention are everything that layers l and later need from
+earlier layers: the attention output, the stream, and values computed once for all layers. Given these, the remaining
 pieces are the same code as in a full pass.
 
     R rows of a call · L layers
@@ -84,8 +84,8 @@ class Pieces:
 
     @contextmanager
     def within(self, layer: int, rows: Sequence[Any], observe: Observer | None) -> Iterator[None]:
-        """Begin calls inside the context at a layer, with the values that cross its cut. `observe` is called with each
-        later layer and the values that cross its cut."""
+        """Make calls inside the context begin at `layer`. `rows`: the values that cross its cut. `observe` is called
+        with each later layer and the values that cross that layer's cut."""
         self._layer, self._rows, self._observe = layer, rows, observe
         try:
             yield
@@ -126,7 +126,7 @@ def _attends(graph: torch.fx.GraphModule) -> bool:
 
 
 class Streams:
-    """The values that cross the cuts in passes over prompts, T rows in all. Batches begin at a layer from these values.
+    """The values that cross cuts in passes over prompts, T rows in total. Batches use them to begin at a layer.
 
     Above `MAX_BYTES`, only every n-th layer is kept. Batches begin at layer 0 if a crossing value has no row per token,
     or if the pieces do not reproduce the full pass.

@@ -1,4 +1,4 @@
-"""Hooks on vLLM's model runners, worker and attention layers; access to the scheduler's output; our own batches."""
+"""Hooks on vLLM's model runners, worker and attention layers; the scheduler's output; patchclamp's own batches."""
 
 from __future__ import annotations
 
@@ -207,8 +207,8 @@ class Hooks(msgspec.Struct):
 
     before     called with the scheduler's output; returns (active, usable): True if a program acts in the step, and
                True if a graph may be used
-    planned    called in active steps with the requests, and the first row, first position and count of each; with
-               speculative decoding also the number of last rows with logits
+    planned    called in active steps with the requests, and the first row, first position and row count of each; with
+               speculative decoding, also the number of its final rows with logits
     logits     called with the model's logits
     after      called after active steps
     at_work    returns a context in which taps act
@@ -440,8 +440,8 @@ def _profile_variants(runner: V1Runner, graphs: Graphs) -> None:
 
 
 def worker_rank() -> tuple[int, bool, bool]:
-    """Return this worker's tensor-parallel rank, True if it is the first of its stage, and True if its stage computes
-    logits. All workers of a stage see the same rows."""
+    """Return (tensor-parallel rank, True if this worker is the first of its stage, True if its stage computes logits).
+    All workers of a stage see the same rows."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     rank = get_tp_group().rank_in_group
@@ -467,7 +467,7 @@ def scheduled(scheduler_output: SchedulerOutput) -> tuple[dict[str, int], int]:
 
 
 def going_on(scheduler_output: SchedulerOutput) -> list[str] | None:
-    """Return a step's requests if it computes one token of each and none arrived, resumed or ended; else None."""
+    """Return a step's requests if each has one token and none was added, resumed, preempted or ended; else None."""
     new, running = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     if new or running.resumed_req_ids or scheduler_output.finished_req_ids or preempted(scheduler_output):
         return None
@@ -625,7 +625,7 @@ class BatchModel:
 
         ids, position: token ids and positions of all rows, sequence by sequence, [R]
         count, length: each sequence's row count, and its length up to the last row, [C]
-        tables: each sequence's blocks, [G, C, blocks]
+        tables: each sequence's block table, [G, C, blocks]
         layer, crossing, observe: as in `Pieces.within`
         """
         from vllm.forward_context import set_forward_context
@@ -675,7 +675,7 @@ class BatchModel:
         )  # fmt: skip
 
     def _inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the runner's own tensors of token ids and positions, [R] each, which our kernels also read."""
+        """Return the runner's own tensors of token ids and positions, [R] each, also read by patchclamp's kernels."""
         runner = self._runner
         if self._kind == "v2":
             return runner.input_buffers.input_ids[:rows], runner.input_buffers.positions[:rows]

@@ -146,8 +146,8 @@ def forwards(stock: Any) -> Callable[[F], F]:
 
 
 def _check_wrapper(stock: Any, ours: Any) -> None:
-    """Raise `SeamMoved` unless a wrapper accepts every call of `stock`, with the same defaults for parameters it
-    names."""
+    """Raise `SeamMoved` unless a wrapper accepts every call that `stock` accepts, with equal defaults for the
+    parameters that it names."""
     theirs, own = inspect.signature(stock), inspect.signature(ours)
     parameters = list(theirs.parameters.values())
     by_place = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]

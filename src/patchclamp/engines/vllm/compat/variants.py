@@ -1,6 +1,6 @@
 """Two variants of vLLM's compiled code and CUDA graphs, and the choice between them in each step.
 
-The active variant has our taps. With stock numerics the idle variant is stock's own, without our op. With uniform
+The active variant has taps. With stock numerics the idle variant is stock's own, without patchclamp's op. With uniform
 numerics there is one version of the code, with taps; idle graphs are recorded with taps that launch nothing.
 
 If enabled, `Watch` compares the addresses that CUDA graphs read at each replay with the addresses at recording.
@@ -343,7 +343,7 @@ class Graphs:
         self._idle = len({desc.num_tokens for desc in sizes}) or self._idle
 
     def has(self, mode: Any, tokens: int) -> bool:
-        """True if a step dispatched to a graph of this mode and size can run active."""
+        """True if a step that is dispatched to a graph of this mode and size can replay the active variant."""
         return (mode, tokens) in self._recorded
 
     def estimate_bytes(self, idle_bytes: int) -> int:
@@ -393,10 +393,10 @@ def _check_recorded(
 ) -> None:
     """Raise `EngineError` if an edited step with its (mode, tokens) in `keys` would replay an idle graph.
 
-    Every wrapper with an idle graph must be in `store`, whose graphs are exchanged. If both variants run `one_code`,
-    each wrapper must also have a graph with taps; otherwise the code with taps has its own wrappers, within a wrapper
-    of the whole model. Sizes that vLLM does not record need no check: their steps run the compiled code, which has
-    taps.
+    Every wrapper with an idle graph must be in `store`, so that its graphs are swapped. If both variants run
+    `one_code`, each wrapper must also have a graph with taps; otherwise the code with taps has its own wrappers, within
+    a wrapper of the whole model. Sizes that vLLM does not record need no check: their steps run the compiled code,
+    which has taps.
     """
     tapped = {
         id(wrapper): {(wrapper.runtime_mode, desc) for desc, entry in entries.items() if entry.cudagraph is not None}
@@ -562,7 +562,7 @@ class compiled_variant:
 
 
 def on_compile() -> None:
-    """Make vLLM compile an engine's model twice: as traced (active), and with our op's nodes erased (idle).
+    """Make vLLM compile an engine's model twice: as traced (active), and with patchclamp's op erased (idle).
 
     The idle variant is stock's own code: no fusion is lost, and results are bit-identical. With uniform numerics the
     model is compiled once, as traced.
@@ -627,7 +627,7 @@ _fusions: dict[int, dict[str, list[int]]] = {}  # by engine
 
 
 def fusions_of(vllm_config: VllmConfig) -> dict[str, list[int]]:
-    """Reset a new engine's match counts of each fusion pass, in the idle and the active variant, and return them."""
+    """Reset and return a new engine's match counts by fusion pass, each for the idle and the active variant."""
     counts = _fusions[engine_id(vllm_config)] = {}
     _compiled.discard(engine_id(vllm_config))
     return counts
@@ -652,7 +652,7 @@ def _counting_fusions(vllm_config: VllmConfig, variant: int) -> Iterator[None]:
 
 
 def on_dispatch() -> None:
-    """Make V2 steps run without a graph if theirs is not usable in the current `compiled_variant`."""
+    """Make V2 steps run without a graph if their graph is not usable in the current `compiled_variant`."""
 
     def dispatch_cg_and_sync_dp(stock: Any, cudagraph_manager: Any, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
         desc, *rest = stock(cudagraph_manager, num_reqs, *args, **kwargs)
