@@ -111,8 +111,8 @@ def export(
 
     Supports `Add`, `Ablate` and `LowRank` on all tokens at `attn_out` and `mlp_out`, where no norm follows the
     projection; `Ablate` at `embed`; and `Ablate` at every `resid_pre`, `resid_mid` and `resid_post`, with the same
-    directions. A constant needs a bias: one that the architecture has, or that its config can enable (Llama). A tied
-    unembedding keeps its weights, and is stored separately if the embedding changes.
+    directions. `Add`, and `LowRank` with a bias, need a projection with a bias: the architecture has one, or its config
+    can enable it (Llama). A tied unembedding keeps its weights, and is stored separately if the embedding changes.
 
     model: a hub id, a folder, or an `LM`, whose bank is used. The model is loaded on Transformers, on the CPU in fp32
     program: an op, a list of ops, or a `Program`

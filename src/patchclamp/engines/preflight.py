@@ -212,8 +212,9 @@ def _stored(folder: Path) -> int:
 
 
 def default_dtype(name: str) -> str | None:
-    """Return "float32" for a model below 2 B parameters, and log this once. Return None if a CPU should use the
-    checkpoint's dtype: larger or quantized models, and linear attention, whose CPU kernels support only bfloat16."""
+    """Return "float32" for a model below 2 B parameters whose config is on this machine, and log this once unless
+    the checkpoint has that dtype. Otherwise None: also for quantized models, and for linear attention, which on a CPU
+    supports only bfloat16."""
     folder = Path(name)
     if not folder.is_dir():
         found = None if "://" in name or ":" in name else cached(name, "config.json")

@@ -265,8 +265,8 @@ class HubTokenizer:
         return full, offsets
 
     def _continues(self, ids: list[int], i: int, full: str, begin: int, context: int, decoded: str) -> bool:
-        """True if the tokens starting at `i` decode to `full[begin:]`, apart from leading spaces. `decoded`: the text
-        of the tokens from `context` to `i`."""
+        """True if the tokens starting at `i` decode to `full` from `begin`, apart from leading spaces; of a long text,
+        the next tokens are compared. `decoded`: the text of the tokens from `context` to `i`."""
         end, text = i, ""
         while end < len(ids) and end - i < 8 * WINDOW and not text.strip(PARTIAL):
             end = min(end + WINDOW, len(ids))

@@ -212,7 +212,7 @@ class Dictionaries:
         return self._numbered[number]
 
     def code_of(self, ops: Sequence[BoundOp]) -> dict[int, Callable[..., torch.Tensor]]:
-        """Return the code of a program's `Encoded` ops, by op index. Raises `MissingSource` for a detached SAE."""
+        """Return the function of each `Encoded` op, by op index. Raises `MissingSource` for a detached SAE."""
         code: dict[int, Callable[..., torch.Tensor]] = {}
         held: _Held | None = None
         for i, action in enumerate(op.action for op in ops):

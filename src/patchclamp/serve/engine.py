@@ -164,7 +164,9 @@ async def lens(request: Request) -> Response:
     # the call delays an engine step, and with it every request
     engine = front.engine
     rows, most = sum(len(each.positions) for each in await engine.measure(asked.wanted)), engine.model.max_model_len
-    if not asked.wanted or rows > LENS_ROWS + most:
+    if not asked.wanted:
+        raise ProgramError("expected at least one capture, got none", "wanted")
+    if rows > LENS_ROWS + most:
         raise CapacityError(f"expected captures of at most {LENS_ROWS + most} rows, got {rows}", "wanted")
     tokens = await engine.lens_async(asked.wanted, asked.top, asked.translator)
     positions, ids, values = zip(*tokens, strict=True)
@@ -188,8 +190,10 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
     known = front.engine.sites.dictionaries
     if name not in known:
         raise unknown("attached SAE", name[:64], known, "name")
-    if len(ids) > MAX_FEATURES or not all(0 <= each < known[name].card.features for each in ids):
-        raise ProgramError(f"expected at most {MAX_FEATURES} ids below {known[name].card.features}", "ids")
+    if len(ids) > MAX_FEATURES:
+        raise ProgramError(f"expected at most {MAX_FEATURES} ids, got {len(ids)}", "ids")
+    if (outside := next((each for each in ids if not 0 <= each < known[name].card.features), None)) is not None:
+        raise ProgramError(f"expected ids in 0..{known[name].card.features - 1}, got {outside}", "ids")
     return known[name]
 
 

@@ -478,8 +478,8 @@ class GridPlan:
         )  # fmt: skip
 
     def _spread(self, each: np.ndarray, base: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the spread of the mean over several prompts. A prompt's seeds are not independent, so only their mean
-        counts; for a single prompt the interval is over its seeds, without p-values."""
+        """Return confidence intervals and p-values of the mean over prompts. Each prompt's seeds are averaged first,
+        since they are not independent. For a single prompt, intervals are over its seeds, without p-values."""
         run = ~np.isnan(each.mean(0))
         if len(self.cases) > 1:
             each, base = each.reshape(-1, self.repeats, *run.shape).mean(1), base.reshape(-1, self.repeats).mean(1)

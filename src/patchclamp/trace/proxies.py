@@ -294,7 +294,7 @@ def refuse_attribute(name: str, known: tuple[str, ...]) -> NoReturn:
     if name in in_place:
         raise ProgramError(f"expected `{in_place[name]}` on a traced value, got .{name}()")
     raise ProgramError(
-        f"a traced value has no {name!r}{near(name, known)}; available: {', '.join(known)}, arithmetic; or {INSTEAD}"
+        f"a traced value has no {name!r}{near(name, known)}; available: {', '.join(known)}, arithmetic. Or {INSTEAD}"
     )
 
 

@@ -163,8 +163,8 @@ class Spot(msgspec.Struct, frozen=True):
         """Select from the logits of a prompt. They have a single row, for the last token."""
         if key not in (0, -1):
             raise ProgramError(
-                f"logits[{written(key)}]: logits exist only at sampled positions, in the prompt at its last "
-                "token: use logits[-1], or t.generated.logits for the tokens after it"
+                f"logits[{written(key)}]: a prompt has logits only at its last token: use logits[-1], or "
+                "t.generated.logits for generated tokens"
             )
         return msgspec.structs.replace(self, tokens=prompt[-1], whole=False, single=True, numbered=True)
 

@@ -150,7 +150,7 @@ class Trace(NonTensor):
         if sampling is not None and not all(isinstance(name, str) for name in sampling):
             raise ProgramError(f"expected names such as 'temperature', got {list(sampling)!r:.100}", "sampling")
         if sampling is not None and sampling.get("n", 1) not in (None, 1):
-            raise ProgramError("a trace has one run per prompt: use one invoke for each", "sampling.n")
+            raise ProgramError(f"expected n=1, got {sampling['n']!r}: use one invoke per sample", "sampling.n")
         score = self._lm.scored(score)
         recording = Recording(self._lm, read, self._max_tokens, self)
         recording.state = "open" if self._entered else "new"

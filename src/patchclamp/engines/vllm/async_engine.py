@@ -387,7 +387,7 @@ class AsyncEngine(VllmFrontEnd):
         return results_of(answer for core in by_core for answer in core)
 
     async def status_async(self) -> dict[str, Any]:
-        """Return status counts, summed over all engine cores."""
+        """Return the status of all workers of all engine cores, as `merged`, and the counts of this process."""
         by_core = [await self.ask("status", only=core) for core in range(clients.core_count(self.client))]
         return {
             **merged([status for core in by_core for status in core]), **await self.counts(),

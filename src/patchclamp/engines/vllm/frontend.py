@@ -331,7 +331,7 @@ class VllmFrontEnd(Engine):
 
 
 def next_call(calls: Grading, result: Any) -> tuple[str, tuple[Any, ...]]:
-    """Send a call's result to a grading, and return the next call. After the last call, its name is empty."""
+    """Send a call's result to a grading, and return the next call as (name, arguments); ("", ()) after the last one."""
     try:
         return calls.send(result)
     except StopIteration:
@@ -456,7 +456,7 @@ def results_of(answers: Iterable[tuple[Any, Any]]) -> list[Any]:
 
 
 def merged(statuses: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the workers' statuses into one."""
+    """Merge the workers' statuses: some counts are summed, others are the first worker's."""
     summed: dict[str, Any] = {name: sum(status[name] for status in statuses) for name in ("captured_bytes", "failures")}
     if "active_graphs" in statuses[0]:
         summed["active_graphs"] = min(status["active_graphs"] for status in statuses)

@@ -429,8 +429,10 @@ def _features(lm: LM, sites: Any) -> tuple[StoredFeatures, ...]:
         if op.name not in lm.sites.dictionaries:
             raise unknown("attached SAE", op.name, lm.sites.dictionaries, f"{path}.name")
         card = lm.sites.dictionaries[op.name].card
-        if (most := max(op.ids) + 1 if op.ids else op.top or 0) > card.features:
-            raise ProgramError(f"expected at most {card.features} features of {op.name!r}, got {most}", path)
+        if op.ids and max(op.ids) >= card.features:
+            raise ProgramError(f"expected ids of {op.name!r} in 0..{card.features - 1}, got {max(op.ids)}", path)
+        if (op.top or 0) > card.features:
+            raise ProgramError(f"expected at most {card.features} features of {op.name!r}, got top={op.top}", path)
         stored[op.name] = StoredFeatures(op.name, card.content, card.at, card.dtype, card.features, op.top, op.ids)
     return tuple(stored.values())
 
