@@ -330,7 +330,7 @@ def test_a_program_cannot_give_another_probe_the_name_of_an_always_on_one(either
         ([probe("p", pc.resid_post[3], 1)], {}, "layer"),
         ([probe("p", pc.logits, 1)], {}, r"weight|per-token"),
         ([probe("p", pc.resid_post[0], 1), probe("p", pc.resid_post[1], 1)], {}, "'p'"),
-        ([pc.Probe(np.ones(D), pc.z[0], name="p")], {"tensor_parallel_size": 2}, "split"),
+        ([pc.Probe(np.ones(D), pc.z[0], name="p")], {"tensor_parallel_size": 2}, "sharded"),
         ([3], {}, "expected a Probe"),
         (PROBES, {"numerics": "stock"}, "stock"),
     ],

@@ -87,5 +87,5 @@ def test_noise_on_a_shard_within_a_group_of_four_columns_is_refused():
     assert not torch.equal(ran(site_map(1, head=3), 0, narrow, rows)[0], rows)
     first, _ = ran(site_map(WORKERS, head=3), 0, narrow, rows)
     assert first.shape == (T, 6)
-    with pytest.raises(pc.UnsupportedSite, match=r"at column 6: .*tensor_parallel_size"):
+    with pytest.raises(pc.UnsupportedSite, match=r"at 6: .*tensor_parallel_size"):
         ran(site_map(WORKERS, head=3), 1, narrow, rows)

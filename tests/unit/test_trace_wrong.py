@@ -134,7 +134,7 @@ IN_A_LINE = {
     "an ellipsis": (lambda t: t.layers[1].output[..., -1], E, "expected numbers, slices"),
     "no batch axis in nnterp's name": (lambda t: t.layers_output[1][-2], E, r"\[:, -2\] or \[0, -2\]"),
     "a batch axis in ours": (lambda t: t.layers[1].output[0, -1], E, "single numbers of a row"),
-    "logits of the prompt": (lambda t: t.logits[2], E, "sampled positions"),
+    "logits of the prompt": (lambda t: t.logits[2], E, "last token"),
     "logits with a batch axis": (lambda t: t.logits[0, -1], E, "single numbers of a row"),
     "attention weights": (lambda t: t.attention_probabilities[3], U, "attention weights: use pattern"),
     "attention weights of a module": (lambda t: t.layers[1].attn.pattern, X, "fused kernel"),

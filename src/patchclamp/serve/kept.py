@@ -395,7 +395,9 @@ def bytes_of(entry: Vector | Means | Program) -> int:
 def check_name(name: str, path: str) -> str:
     """Return the name of a run, vector or program. Raises `ProgramError` if it is invalid."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ProgramError(f"expected a letter, digit or '_', then up to 63 of these, '-' or '.', got {name!r}", path)
+        raise ProgramError(
+            f"expected up to 64 letters, digits, '_', '-' and '.', the first not '-' or '.', got {name!r}", path
+        )
     return name
 
 
