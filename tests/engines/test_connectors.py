@@ -172,6 +172,7 @@ def test_a_program_beside_transfer_parameters_is_refused():
     check_transfer(SimpleNamespace(connector=object()), SimpleNamespace(kv_transfer_params=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seen", [True, False])
 def test_preempted_programs_are_proved_again(connected, monkeypatch, seen):
     """Also if vLLM frees their blocks by another call than `free`, as beside a connector with steps in flight."""
