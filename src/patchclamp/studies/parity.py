@@ -53,9 +53,9 @@ class SiteParity(msgspec.Struct, frozen=True):
 
 class Parity(msgspec.Struct, frozen=True):
     """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
-    compared; `alike`: the number of generated tokens that agree, and of all of them; `only`: sites of a shared table
-    that one engine lacks; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the
-    largest row difference by place; `logprobs`: the largest difference among tokens on which both agree."""
+    compared; `alike`: (equal, total) counts of generated tokens; `only`: sites of a shared table that one engine lacks;
+    `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the largest row difference by
+    place; `logprobs`: the largest difference among tokens on which both agree."""
 
     model: str
     family: str

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from patchclamp.engines.preflight import default_dtype
+from patchclamp.engines.vllm.compat.connectors import KEYED
 from patchclamp.errors import EngineError
 from patchclamp.store.system import available_bytes
 
@@ -282,7 +283,7 @@ def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
             raise EngineError(f"always-on probes are not supported with {name}: {why}", "probes")
 
 
-CONNECTORS = ("ExampleConnector", "OffloadingConnector")  # tested; requests with programs bypass them
+CONNECTORS = ("ExampleConnector", *KEYED)  # tested; requests with programs bypass them
 
 
 def _refused_connectors(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
@@ -294,7 +295,7 @@ def _refused_connectors(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
         (f"the KV connector {name!r} (kv_transfer_config)", transfer is not None and name not in CONNECTORS,
          f"not supported yet: the tested ones are {' and '.join(CONNECTORS)}"),
         ("KV offloading (OffloadingConnector)",
-         name == "OffloadingConnector" and vllm_config.device_config.device_type == "cpu", "vLLM's requires a GPU"),
+         name in KEYED and vllm_config.device_config.device_type == "cpu", "vLLM's requires a GPU"),
         (f"a custom KV connector module (kv_connector_module_path={module!r})", module,
          "patchclamp cannot check what it stores"),
         ("another offloading spec (kv_connector_extra_config)",

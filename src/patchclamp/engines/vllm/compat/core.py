@@ -397,7 +397,7 @@ class _Admitting:
                 self._add(request)
         output = self._schedule(*args, **kwargs)
         for name in output.preempted_req_ids or ():  # with offloading, `free_blocks` is not called for them
-            if (program := _program_of(self._scheduler.requests[name])) is not None:
+            if (program := getattr(self._scheduler.requests.get(name), "patchclamp", None)) is not None:
                 program.forget_proof()
         if self._scores is not None:
             self._scores.scheduled(id(output), *_blocks_of(output, self._followed))
