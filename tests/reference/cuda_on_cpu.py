@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from patchclamp.kernels import moves
+from patchclamp.kernels.attention import PatternEdit, edges_of, edited, scores
 from patchclamp.kernels.cuda import RECORD_WORDS
-from patchclamp.plan import APPLY, ProgramTable
+from patchclamp.kernels.paged_attention import BLIND, PagedCache
+from patchclamp.plan import APPLY, REMOVE, ProgramTable
 from patchclamp.runtime import Runtime, cuda_step
 from patchclamp.runtime.cuda_step import CudaStep, CudaTables
 from patchclamp.store import host_memory
@@ -47,6 +49,7 @@ def stub(monkeypatch: Any) -> None:
     )
     monkeypatch.setattr(cuda_step, "cuda", _Kernel)
     monkeypatch.setattr(cuda_step, "CudaTables", Tables)
+    monkeypatch.setattr(cuda_step, "remove_keys", remove_keys)
     monkeypatch.setattr(moves, "warm", lambda device: None)
     monkeypatch.setattr(moves, "upload", place)
     monkeypatch.setattr(cuda_step, "_pinned", lambda words: torch.empty(words, dtype=torch.int32))
@@ -67,9 +70,6 @@ class Tables(CudaTables):
         for name in (*self._at.keys() - {"bits_of_row"}, "position_of_row"):  # the same memory, read faster
             setattr(self, name, getattr(self, name).numpy())
 
-    def failed(self) -> list[tuple[int, int]]:
-        return []
-
 
 class _Kernel:
     RECORD_WORDS = RECORD_WORDS
@@ -86,7 +86,7 @@ class _Kernel:
             for number in range(tables.first[at], tables.first[at + 1]) if slot else ():
                 start, stop, kind = records[number, :3]
                 codes += kind == APPLY
-                if not start <= position < stop or kind == APPLY or codes != phase:
+                if not start <= position < stop or kind in (APPLY, REMOVE) or codes != phase:
                     continue
                 assert kind == 0, "only captures are carried out here"
                 dtype = DTYPES[int(records[number, 6:7].view(np.float32)[0])]
@@ -99,6 +99,35 @@ class _Kernel:
                     to += (position - int(tables.origin_of_row[row])) * int(tables.stride[0])
                 assert 0 <= to <= len(kept) - len(data), "a row is written outside of its memory"
                 kept[to : to + len(data)] = data
+
+
+def remove_keys(tables: Tables, point: int, query_RHE: torch.Tensor, cache: PagedCache, hidden_RW: torch.Tensor) -> None:
+    """`paged_attention.remove_keys` row by row, without its check of the engine's result."""
+    records = tables.records.reshape(-1, RECORD_WORDS)
+    for row, query_HE in enumerate(query_RHE):
+        slot, position = int(tables.slot_of_row[row]), int(tables.position_of_row[row])
+        at, edits = slot * (tables.points + 1) + point, []
+        for number in range(tables.first[at], tables.first[at + 1]) if slot else ():
+            start, stop, kind, first, end = records[number, :5]
+            word, size = int(records[number, -1]), query_HE.shape[1]
+            heads = (0, len(query_HE)) if word == 0 else ((word & 0xFFFF) // size, (word >> 16) // size)
+            if kind == REMOVE and start <= position < stop:
+                edits.append(PatternEdit(*heads, np.array([[start, stop, 0, 0]]), np.array([[first, end]]), None))
+        if not edits:
+            continue
+        blocks = cache.block_BR[int(tables.request_of_row[row])].long()
+        key, value = (each[blocks].transpose(1, 2).flatten(0, 1)[None, : position + 1]
+                      for each in (cache.key_RKNE, cache.value_RKNE))  # fmt: skip
+        where = np.array([[position]])
+        scored = scores(query_HE[None, None], key, torch.from_numpy(where), cache.facts, 0, len(query_HE))
+        edges = edges_of(where, [edits], 0, len(query_HE), scored.device)
+        pattern_BNHT, touched_BNH = edited(scored, edges, cache.facts, 0)
+        if pattern_BNHT.isnan().any():
+            tables._failures[slot] = int(tables.generation[slot]) << 32 | BLIND << 28 | point
+            continue
+        seen = value[0].nan_to_num().repeat_interleave(len(query_HE) // value.shape[2], 1)
+        result_HE, rows_HE = torch.einsum("ht,the->he", pattern_BNHT[0, 0], seen), hidden_RW[row].view(query_HE.shape)
+        rows_HE[touched_BNH[0, 0]] = result_HE[touched_BNH[0, 0]]
 
 
 def on_cpu(runtime: Runtime, rows: int, samples: int, kept: int, ring: int, host: int) -> tuple[CudaStep, np.ndarray]:

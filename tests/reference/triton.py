@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from patchclamp.kernels import cuda, fused, moves, noise
-from patchclamp.kernels.attention import AttentionFacts, scores
-from patchclamp.kernels.paged_attention import paged_scores
+from patchclamp.kernels.attention import MAX_ERROR, AttentionFacts, PatternEdit, edges_of, edited, pattern, scores
+from patchclamp.kernels.paged_attention import BLIND, WRONG, PagedCache, paged_scores, remove_keys
 from patchclamp.plan import (
     ADD_NORMED,
     APPLY,
@@ -38,8 +38,9 @@ from patchclamp.plan import (
     StepPlan,
     make_plan,
 )
-from patchclamp.plan.bound import BITS, MAX_RANK, NEVER, pack_columns
+from patchclamp.plan.bound import BITS, MAX_RANK, NEVER, BoundOp, PositionRange, RemoveKeys, pack_columns
 from patchclamp.plan.step import BYTES
+from patchclamp.plan.table import records_of_alike
 from patchclamp.runtime.cuda_step import CudaStep
 from tests.reference.admitting import Table
 from tests.reference.records import decisions, record_array
@@ -314,6 +315,73 @@ def attended(rng: np.random.Generator, device: str, found: dict[str, int]) -> No
     found[name] = found.get(name, 0) + got.numel()
 
 
+def removed(rng: np.random.Generator, device: str, found: dict[str, int]) -> None:
+    """Attention outputs without some keys, of a batch of programs, beside the torch version."""
+    dtype = (torch.float32, torch.bfloat16)[int(rng.integers(2))] if device == "cuda" else torch.float32
+    keys, size, width, page = (int(rng.choice(each)) for each in ([1, 2, 4], [1, 3, 4], [16, 40, 64], [16, 32]))
+    ratio, many, length = int(rng.integers(1, 3)), int(rng.integers(2, 5)), int(rng.integers(1, 200))
+    draw, heads = torch.Generator().manual_seed(int(rng.integers(1 << 30))), keys * size
+    cache = torch.randn(80, keys, page, 2 * width, generator=draw).to(device, dtype)
+    block = torch.from_numpy(rng.integers(0, 80 // ratio, (many, -(-length // (page * ratio)))).astype(np.int32))
+    slopes = torch.rand(heads, generator=draw).to(device) if rng.random() < 0.3 else None
+    sinks = torch.randn(heads, generator=draw).to(device) if rng.random() < 0.3 else None
+    facts = AttentionFacts(width**-0.5, float(rng.choice([0, 2])), int(rng.choice([0, 30])), slopes, sinks)
+    table, edits = ProgramTable(many, POINTS, 300), [list[PatternEdit]() for _ in range(many)]
+    for request in range(1, many):  # the first has no program
+        ops = []
+        for _ in range(int(rng.integers(1, 4))):
+            (start, stop), (begin, end) = (np.sort(rng.choice(length + 1, 2, replace=False)).tolist() for _ in range(2))
+            low, high = np.sort(rng.choice(heads + 1, 2, replace=False)).tolist()
+            columns = pack_columns((low * width, high * width)) if (low, high) != (0, heads) else 0
+            ranges = (PositionRange(start, stop),)
+            ops.append(BoundOp("edits[0]", RemoveKeys(begin, end), (1,), (), ranges, columns=columns))
+            edits[request].append(PatternEdit(low, high, np.array(ranges), np.array([[begin, end]]), None))
+        records, counts = records_of_alike([ops], [{}], POINTS)
+        table.install(records[0], counts[0], request, 50 * request)
+    count = rng.integers(1, min(length, 5) + 1, many)
+    position = [int(rng.integers(0, length - each + 1)) + np.arange(each) for each in count]
+    rows = np.repeat(np.arange(many), count)
+    query = torch.randn(len(rows), heads, width, generator=draw).to(device, dtype)
+    bad = torch.zeros(many + 1, dtype=torch.int64, pin_memory=device == "cuda")
+    tables: Any = SimpleNamespace(
+        **{name: torch.from_numpy(np.ascontiguousarray(each)).to(device) for name, each in {
+            "slot_of_row": rows.astype(np.int32), "request_of_row": rows.astype(np.int32),
+            "position_of_row": np.concatenate(position), "generation": table.generation,
+            "first": table.first.reshape(-1), "records": table.records.view(np.int32)}.items()},
+        bad_address=bad.data_ptr(), points=POINTS,
+    )  # fmt: skip
+    blocks = (block.long()[..., None] * ratio + torch.arange(ratio)).flatten(1).to(device)
+    key, value = cache.split(width, -1)
+    key_BTKE, value_BTKE = (each[blocks].transpose(2, 3).flatten(1, 2)[:, :length] for each in (key, value))
+    given, want, written, reasons = [], [], [], dict[int, set[int]]()
+    for b in range(many):
+        at, last = torch.from_numpy(position[b])[None].to(device), int(position[b][-1]) + 1
+        plain = scores(query[rows == b][None], key_BTKE[b : b + 1, :last], at, facts, 0, heads)
+        changed, touched = edited(plain, edges_of(position[b][None], [edits[b]], 0, heads, plain.device), facts, 0)
+        values = value_BTKE[b, :last].float().repeat_interleave(size, 1)
+        of_all, of_kept = (torch.einsum("nht,the->nhe", each[0], values) for each in (pattern(plain, facts, 0), changed))
+        given.append(of_all.to(dtype))
+        if rng.random() < 0.2:  # not what this attention gives
+            given[-1] = given[-1] + 1
+            reasons[b] = {WRONG} if touched.any() else set()
+        blind = of_kept.isnan().unflatten(1, (keys, size)).any(-1).any(-1).repeat_interleave(size, 1)
+        if blind.any() and b not in reasons:
+            reasons[b] = {BLIND}
+        written.append((touched[0] & ~blind & (b not in reasons or reasons[b] == {BLIND}))[..., None])
+        want.append(torch.where(written[-1], of_kept.to(dtype), given[-1]))
+    hidden, expected = torch.cat(given).flatten(1), torch.cat(want).flatten(1)
+    before = hidden.clone()
+    remove_keys(tables, 1, query, PagedCache(key, value, block.to(device), ratio, facts), hidden)
+    assert torch.allclose(hidden, expected, atol=MAX_ERROR[dtype] / 10, rtol=MAX_ERROR[dtype] / 10), (facts, hidden.shape)
+    kept = ~torch.cat(written).expand(-1, -1, width).flatten(1)
+    assert torch.equal(hidden[kept], before[kept]), "a row or head without removed keys, or one that fails, is changed"
+    failures = {b: {int(bad[b]) >> 28 & 15} for b in range(many) if bad[b]}
+    assert failures == {b: each for b, each in reasons.items() if each}, (failures, reasons)
+    assert all(int(bad[b]) & (1 << 28) - 1 == 1 and int(bad[b]) >> 32 == table.generation[b] for b in failures)
+    name = f"removed keys {str(dtype)[6:]}"
+    found[name] = found.get(name, 0) + hidden.numel()
+
+
 def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
     """Compares on so many random steps, some with rows wider than a program takes at once; counts what was compared."""
     rng, beside, found, widest = np.random.default_rng(seed), np.random.default_rng(seed), {}, cuda.MAX_BLOCK
@@ -325,6 +393,8 @@ def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
                 one_round(rng, device, found, sums=False, coded=True)
             moved(rng, device, found)
             attended(beside, device, found)
+            for _ in range(4):
+                removed(beside, device, found)
     finally:
         cuda.MAX_BLOCK = widest
     return found

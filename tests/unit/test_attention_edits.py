@@ -12,6 +12,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.kernels.attention import AttentionFacts, scores
+from patchclamp.kernels.paged_attention import PagedCache
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
 from patchclamp.runtime import Limits, Runtime
@@ -49,6 +50,16 @@ class _Cache:
                heads: int, count: int) -> torch.Tensor:  # fmt: skip
         return scores(query, self._read(self.keys, point, slots, count), position, self._facts, first, heads)
 
+    def paged(self, point: int) -> PagedCache | None:
+        """One layer's cache, of blocks of 4 positions, if its attention's output is at this point."""
+        layer = self.runtime.sites.points[point].layer
+        if [each.point for each in self.runtime.sites.resolve(pc.z[layer or 0])] != [point]:
+            return None
+        key, value = (torch.from_numpy(each[:, layer]).unflatten(1, (-1, 4)).transpose(2, 3).flatten(0, 1)
+                      for each in (self.keys, self.held))  # fmt: skip
+        block = torch.arange(len(key), dtype=torch.int32).view(len(self.names), -1)
+        return PagedCache(key, value, block, 1, self._facts)
+
     def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
         return self._read(self.held, point, slots, count)
 
@@ -83,8 +94,8 @@ def _expected(edits: list[Any], layer: int, head: int, position: int, row: np.nd
     return new
 
 
-def _draw_edit(draw: np.random.Generator, window: int) -> tuple[Any, dict[str, Any]]:
-    """An edit, and where it acts. New rows have keys that a window would hide."""
+def _draw_edit(draw: np.random.Generator, window: int, kinds: int = 3) -> tuple[Any, dict[str, Any]]:
+    """An edit, and where it acts; of 1 kind: a knockout. New rows have keys that a window would hide."""
     layers = [[0], [1], [0, 1]][draw.integers(3)]
     head = int(draw.integers(-1, HEADS))
     site = pc.pattern[layers[0] : layers[-1] + 1] if head < 0 else pc.pattern[layers[0] : layers[-1] + 1, head]
@@ -94,7 +105,7 @@ def _draw_edit(draw: np.random.Generator, window: int) -> tuple[Any, dict[str, A
     keys = list(range(first, first + int(draw.integers(1, 3))))
     told = {"layers": layers, "heads": range(HEADS) if head < 0 else [head], "queries": queries, "keys": keys}
     spelled = pc.prompt[keys[0] : keys[-1] + 1]
-    how = draw.integers(2 if window else 3)
+    how = draw.integers(min(kinds, 2 if window else 3))
     if how == 0:
         return pc.Knockout(spelled, site, tokens), {**told, "how": "knock"}
     if how == 1:
@@ -108,21 +119,25 @@ def _draw_edit(draw: np.random.Generator, window: int) -> tuple[Any, dict[str, A
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("executor", ["host", "cuda"])
+@pytest.mark.parametrize("executor", ["host", "cuda", "kernel"])
 def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, seed):
-    """Requests of several lengths, in chunks; one has no edits, and one loses all keys of a query and fails alone."""
-    draw, window = np.random.default_rng(seed), (0, 9)[seed % 2]
+    """Requests of several lengths, in chunks; one has no edits, and one loses all keys of a query and fails alone. A
+    kernel does knockouts of programs that have no other edits of attention."""
+    draw, window = np.random.default_rng(seed), 9 if seed % 2 or executor == "kernel" else 0
     runtime = Runtime(SITES, Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16))
     positions = np.zeros(64, np.int64)
-    if executor == "cuda":
+    if executor != "host":
         cuda_on_cpu.stub(monkeypatch)
-        _, positions = cuda_on_cpu.on_cpu(runtime, 64, 16, 1 << 12, 1 << 13, 1 << 15)
+        step, positions = cuda_on_cpu.on_cpu(runtime, 64, 16, 1 << 12, 1 << 13, 1 << 15)
     if seed == 5:  # a batch of one query at a time
         monkeypatch.setattr(edits_of_attention, "MAX_SCORES", HEADS * LENGTH)
     cache = runtime.keys = _Cache(runtime, AttentionFacts(SIZE**-0.5, window=window), draw, 6)
+    if executor == "kernel":
+        step.use_cache(cache.paged, runtime.is_query)
     admitter, told = Admitter(runtime), list[list[dict[str, Any]]]()
     for number, name in enumerate(cache.names):
-        ops, plain = zip(*(_draw_edit(draw, window) for _ in range(draw.integers(1, 4))), strict=True)
+        kinds = 1 if executor == "kernel" else 3
+        ops, plain = zip(*(_draw_edit(draw, window, kinds) for _ in range(draw.integers(1, 4))), strict=True)
         if number == 1:  # the last query sees no key, or its result overflows
             ops, plain = (pc.Knockout("prompt[3:]", pc.pattern[1, 2], "prompt[-1]"),), ()
             if not window:
@@ -138,10 +153,13 @@ def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, s
     cuts = draw.integers(4, LENGTH, 6)
     for begins, ends in ((np.zeros(6, int), cuts), (cuts, np.full(6, LENGTH))):
         _step(runtime, cache, begins, ends, positions, told, draw, window)
+    runtime.collect_failures()
+    assert not runtime.has_code or executor != "kernel"
     for number, name in enumerate(cache.names):
         _, error = runtime.outcome(name)
         assert (error is not None) == (number == 1), error
-    assert ("position 11" if window else "NotFinite") in str(runtime.outcome("request1")[1])
+    expected = "TokensError" if window else "NotFinite"
+    assert expected in str(runtime.outcome("request1")[1])
     admitter.free(name for name in cache.names if name != "request2")
     assert runtime.status()["code"] == 0
 

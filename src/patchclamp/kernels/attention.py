@@ -17,6 +17,8 @@ import torch
 
 from patchclamp.kernels.transfer import to_device
 
+MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative, of recomputed outputs
+
 
 class AttentionFacts(msgspec.Struct, frozen=True):
     """Parameters of one layer's attention scores.
@@ -88,6 +90,7 @@ class PatternEdit(msgspec.Struct, frozen=True):
     keys: ascending position ranges, [R, 2]; None: all
     factor: as in `plan.bound.Attended`
     rows: new probabilities [n, K], or None
+    path: the op's path in its program
     """
 
     first: int
@@ -96,6 +99,7 @@ class PatternEdit(msgspec.Struct, frozen=True):
     keys: np.ndarray | None
     factor: float | None
     rows: torch.Tensor | None = None
+    path: str = ""
 
     def of_heads(self, first: int, heads: int) -> tuple[int, int]:
         """Return the bounds of the edited heads among the `heads` heads starting at `first`, relative to `first`."""

@@ -29,6 +29,7 @@ CAPTURE, LINEAR, BLEND = (tl.constexpr(n) for n in (plan.CAPTURE, plan.LINEAR, p
 PROJECT, NOISE, MATCH = (tl.constexpr(n) for n in (plan.PROJECT, plan.NOISE, plan.MATCH))
 APPLY, STORE, LOW_RANK = (tl.constexpr(n) for n in (plan.APPLY, plan.STORE, plan.LOW_RANK))
 ADD_NORMED, ROTATE, SPAN = (tl.constexpr(n) for n in (plan.ADD_NORMED, plan.ROTATE, plan.SPAN))
+REMOVE = tl.constexpr(plan.REMOVE)
 TEST, ALL, LATCH, WHEN = (tl.constexpr(n) for n in (plan.TEST, plan.ALL, plan.LATCH, plan.WHEN))
 MAX_LATCHES, BITS, MAX_GATES = (tl.constexpr(n) for n in (bound.LATCHES, bound.BITS, bound.MAX_RANK))
 PARTS, OCTAVES, BORDERS = (tl.constexpr(n) for n in (noise.PARTS, noise.OCTAVES, (1 << noise.PARTS) + 1))
@@ -325,6 +326,8 @@ def _walk(
                             if g != 0.0:
                                 h = tl.where(changed, h + g * factor, h)
                         tl.debug_barrier()  # other threads of this program read the gates next
+            elif kind == REMOVE:
+                pass  # applied by `kernels.paged_attention.remove_keys`
             elif kind == ADD_NORMED:
                 edited = 1
                 added = _loaded(v, bank, columns, inside, width, position, start, step, value, ALIGNED, AHEAD)

@@ -19,6 +19,7 @@ from patchclamp.plan.bound import (
     MATCH,
     NOISE,
     PROJECT,
+    REMOVE,
     ROTATE,
     SPAN,
     STORE,
@@ -34,6 +35,6 @@ from patchclamp.plan.table import RECORD, ProgramTable
 
 __all__ = [
     "ADD_NORMED", "ALL", "APPLY", "BLEND", "CAPTURE", "DECIDE", "LATCH", "LINEAR", "LOW_RANK", "MATCH", "NOISE",
-    "PROJECT", "RECORD", "ROTATE", "SPAN", "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram", "Code",
-    "PositionRange", "ProgramTable", "Prompt", "SourceRun", "StepPlan", "bind", "make_plan",
+    "PROJECT", "RECORD", "REMOVE", "ROTATE", "SPAN", "STORE", "TEST", "WHEN", "Batch", "BoundOp", "BoundProgram",
+    "Code", "PositionRange", "ProgramTable", "Prompt", "SourceRun", "StepPlan", "bind", "make_plan",
 ]  # fmt: skip

@@ -38,6 +38,7 @@ LOW_RANK = 12  # h + Σ g(p) · d over k directions d, for k products p
 ADD_NORMED = 13  # h + scale · (|h| / |v|) · v; h where v is 0
 ROTATE = 14  # h with its projection on the plane of two unit vectors rotated
 SPAN = 15  # two bits of the row: its token is between delimiters; the next token is, unless it is a delimiter
+REMOVE = 16  # attention outputs without some keys (`kernels.paged_attention`)
 MAX_RANK = 1024  # rank of a low-rank op
 BITS, LATCHES = 23, 8  # per row; per request. A kernel keeps both in a 31-bit word
 NEVER = (1 << 31) - 1  # the position of an unset latch
@@ -216,6 +217,14 @@ class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
     rows: str = ""
 
 
+class RemoveKeys(msgspec.Struct, frozen=True, array_like=True, tag=REMOVE):
+    """Remove keys first … end − 1 from the attention whose output is the row: an `Attended` op on a CUDA device."""
+
+    kind: ClassVar[int] = REMOVE
+    first: int
+    end: int
+
+
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=STORE):
     """Write each position's row to the bank, under the run's own key (`own_key`)."""
 
@@ -288,12 +297,14 @@ Action = (
     | RunCode
     | Encoded
     | Attended
+    | RemoveKeys
     | Compare
     | All
     | Latch
     | Span
 )
 DECIDE = (TEST, ALL, LATCH, SPAN)  # kinds that neither edit nor capture
+MAX_REMOVED = 64  # `RemoveKeys` records of a program in a layer; each row reads all of them
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
@@ -379,6 +390,15 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
 
 
 NOTHING = Linear(1.0, 0.0)  # for an op without points
+
+
+def only_removes_keys(ops: Iterable[BoundOp]) -> bool:
+    """True if a program's attention edits can become `RemoveKeys` ops."""
+    edits = [(op, op.action) for op in ops if isinstance(op.action, Attended)]
+    return (
+        all(action.factor is None for _, action in edits)
+        and sum(len(op.ranges) * len(action.keys) for op, action in edits) <= MAX_REMOVED
+    )
 
 
 class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):

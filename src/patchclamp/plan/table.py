@@ -39,6 +39,7 @@ from patchclamp.plan.bound import (
     NEVER,
     NOISE,
     PROJECT,
+    REMOVE,
     ROTATE,
     SPAN,
     STORE,
@@ -59,6 +60,7 @@ from patchclamp.plan.bound import (
     Noisy,
     NormedAdd,
     Projection,
+    RemoveKeys,
     Rotation,
     RunCode,
     Span,
@@ -349,6 +351,7 @@ FIELDS: dict[int, dict[str, str]] = {
     ADD_NORMED: {"row_step": "step", "vector": "value", "scale": "y"},
     ROTATE: {"row_step": "step", "vector": "value", "cos": "x", "sin": "y", "relative": "other"},
     SPAN: {"latch": "value", "bit": "step", "opening": "x", "closing": "y", "inside": "other"},
+    REMOVE: {"first": "step", "end": "value"},
 }
 
 
@@ -405,10 +408,11 @@ def records_of_alike(
 
 def record_count(ops: Sequence[BoundOp]) -> int:
     """Return the maximum number of a bound program's records, on a worker with all points. An attention edit has
-    records both at its queries and at the result."""
+    records both at its queries and at the result, or one for each range of removed keys."""
     return sum(
         len(op.points) * len(op.ranges)
-        * (1 + (op.condition is not None) + (op.guard is not None) + isinstance(op.action, Attended))
+        * (max(2, len(op.action.keys)) if isinstance(op.action, Attended)
+           else 1 + (op.condition is not None) + (op.guard is not None))
         for op in ops
     )  # fmt: skip
 
@@ -592,6 +596,14 @@ def _attended(
     """Write nothing, as for `Encoded`."""
 
 
+@_write.register
+def _remove_keys(
+    first: RemoveKeys, fields: np.ndarray, actions: Sequence[RemoveKeys], addresses: Several, ordinal: int
+) -> None:
+    for name in ("first", "end"):
+        fields[name] = _column([getattr(action, name) for action in actions])
+
+
 def columns_of(record: np.void) -> slice:
     """Return the columns of the row that a record edits."""
     word = int(record["columns"]) & 0xFFFFFFFF
@@ -610,6 +622,7 @@ class ProgramTable:
     coded: slots with `APPLY` records
     scripted: the coded slots with code other than attention edits (whose code numbers are negative)
     deciding: slots with `TEST` or `SPAN` records
+    removing: slots with `REMOVE` records
     latches [slots + 1, LATCHES]: int32, each slot's latch positions, written by host kernels
     drafted [slots + 1]: int32, the first position of each slot's last step if that step had draft tokens, else NEVER
     """
@@ -627,6 +640,7 @@ class ProgramTable:
         self.coded: set[int] = set()
         self.scripted: set[int] = set()
         self.deciding: set[int] = set()
+        self.removing: set[int] = set()
         self.latches: np.ndarray = np.full((slots + 1, LATCHES), NEVER, np.int32)
         self.drafted: np.ndarray = np.full(slots + 1, NEVER, np.int32)
         self._installed: set[int] = set()
@@ -650,6 +664,7 @@ class ProgramTable:
         self.coded.update(slots[is_code.any(axis=1)].tolist())
         self.scripted.update(slots[(is_code & (records["value"] > 0)).any(axis=1)].tolist())
         self.deciding.update(slots[np.isin(records["kind"], (TEST, SPAN)).any(axis=1)].tolist())
+        self.removing.update(slots[(records["kind"] == REMOVE).any(axis=1)].tolist())
         self.latches[slots] = self.drafted[slots, None] = NEVER
         for slot, begin in zip(slots.tolist(), begins.tolist(), strict=True):
             self._mark_changed(slot, begin, begin + records.shape[1])
@@ -664,6 +679,7 @@ class ProgramTable:
         self.coded.discard(slot)
         self.scripted.discard(slot)
         self.deciding.discard(slot)
+        self.removing.discard(slot)
         self._mark_changed(slot, 0, 0)
 
     def drop_all(self, slots: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from patchclamp.errors import PatchclampError, TokensError, UnsupportedSite, as_patchclamp_error
-from patchclamp.kernels.attention import AttentionFacts, Edges, PatternEdit, edges_of, edited, pattern
+from patchclamp.kernels.attention import MAX_ERROR, AttentionFacts, Edges, PatternEdit, edges_of, edited, pattern
 from patchclamp.kernels.transfer import to_device
 from patchclamp.plan.bound import AttentionReader
 
@@ -126,17 +126,18 @@ class AttentionReading:
         return torch.cat([values, ids.view(torch.float32)], -1).reshape(*shape, -1)
 
 
-MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # relative, of recomputed results
-
-
 class EditedAttention(NamedTuple):
     """One request's attention edits in one layer. `point`: the point of the layer's queries."""
 
     run: str
-    path: str
     point: int
     slot: int
     edits: Sequence[PatternEdit]
+
+    @property
+    def path(self) -> str:
+        """The path of the first edit."""
+        return self.edits[0].path
 
 
 class _Batch(NamedTuple):

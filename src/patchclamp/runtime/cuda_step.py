@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -34,6 +34,7 @@ from patchclamp.errors import ModelError
 from patchclamp.kernels import cuda, fused, moves
 from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
+from patchclamp.kernels.paged_attention import PagedCache, remove_keys
 from patchclamp.kernels.transfer import to_device
 from patchclamp.language.values import DTYPES
 from patchclamp.plan import APPLY, MATCH, Batch, ProgramTable, StepPlan
@@ -93,8 +94,8 @@ class CudaTables:
             # "base", "stride" and "records" hold 64-bit numbers, so they start at even words
             "base": 2 * records, "stride": 2, "records": cuda.RECORD_WORDS * records, "offset": records,
             "first": table.first.size, "generation": len(table.first), "slot_of_row": rows, "rank_of_row": rows,
-            "origin_of_row": rows, "row_of_sample": samples, "rank_of_sample": samples, "bits_of_row": rows,
-            "latches": table.latches.size, "since": len(table.drafted),
+            "request_of_row": rows, "origin_of_row": rows, "row_of_sample": samples, "rank_of_sample": samples,
+            "bits_of_row": rows, "latches": table.latches.size, "since": len(table.drafted),
         }  # fmt: skip
         ends = np.cumsum(list(sizes.values())).tolist()
         self._at = {name: end - size for (name, size), end in zip(sizes.items(), ends, strict=True)}
@@ -117,6 +118,7 @@ class CudaTables:
 
     slot_of_row: torch.Tensor
     rank_of_row: torch.Tensor
+    request_of_row: torch.Tensor
     origin_of_row: torch.Tensor
     row_of_sample: torch.Tensor
     rank_of_sample: torch.Tensor
@@ -139,7 +141,8 @@ class CudaTables:
         return self._words.nbytes + self.quantiles.nbytes + self.gates_of_row.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
-        """Return the (slot, point) pairs of non-finite edits that the device has reported so far."""
+        """Return the (slot, word) pairs of failures that the device has reported so far. `word`: the point, with a bit
+        for the reason (`kernels.paged_attention`) unless an edit was not finite."""
         slots = np.flatnonzero(self._failures)
         slots = slots[self._failures[slots] >> 32 == self.table.generation[slots]]
         return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
@@ -157,6 +160,10 @@ class CudaTables:
         self._rows = len(plan.tokens.slot)
         self.turns = batch.most_samples
         unsettled = self._unsettled(batch)
+        requests = []
+        if self.table.removing:
+            request_of_row = np.repeat(np.arange(len(batch.slot), dtype=np.int32), batch.count)
+            requests = [(self._at["request_of_row"], request_of_row)]
         self._send([
             (self._at["slot_of_row"], slot),
             (self._at["rank_of_row"], plan.tokens.rank),
@@ -164,6 +171,7 @@ class CudaTables:
             *self._ranks(batch),
             (self._at["stride"], np.array([stride]).view(np.int32)),
             *origin,
+            *requests,
             *unsettled,
             *self._changed(),
             *self._targets(plan, begin),
@@ -504,6 +512,7 @@ class CudaStep:
     unit = BYTES
     code: fused.CodeRunner | None = None
     encode: Encode | None = None
+    removes_keys = False
 
     def __init__(
         self, table: ProgramTable, bank: Bank, rows: int, samples: int, positions: torch.Tensor, tokens: torch.Tensor,
@@ -515,6 +524,9 @@ class CudaStep:
         self.recorded: Recorded = Recorded()
         self.recording = False
         moves.warm(bank.data.device)
+        self._cache: Callable[[int], PagedCache | None] = lambda point: None
+        self._is_query = np.zeros(table.first.shape[1] - 1, bool)
+        self._query: torch.Tensor | None = None  # of the layer that was last reached, [R, H · E]
         self._plan: StepPlan | None = None
         self._steps = 0  # steps since the plan was made
         self._upfront_bytes = 0  # bytes of captures that are allocated when a step begins
@@ -524,6 +536,11 @@ class CudaStep:
         self._scratch = 0  # bytes after the upfront captures, for rows to be reduced
         self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # allocated by taps, as `ScatteredSlices.parts`
         self._tapped: set[int] = set()  # points with such parts
+
+    def use_cache(self, cache: Callable[[int], PagedCache | None], is_query: np.ndarray) -> None:
+        """Remove keys from attention from now on. `cache(point)`: the cache of the layer whose attention output is at a
+        point, if any; `is_query` [P]: a mask of the points of queries."""
+        self.removes_keys, self._cache, self._is_query = True, cache, is_query
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the executor's tensors that graphs read or write, by name."""
@@ -548,7 +565,7 @@ class CudaStep:
             self.tables.bits_of_row.zero_()
         if not steps:
             self._upfront_bytes = self._bytes_upfront(plan)
-            self.recorded.use(plan.active)
+            self.recorded.use(np.append(plan.active, bool(self.tables.table.removing)))
         self._tap_parts, self._tapped, self._upfront, self._scratch, begin = [], set(), None, 0, None
         if self._upfront_bytes:
             self._scratch = plan.scratch
@@ -573,11 +590,19 @@ class CudaStep:
     def apply(
         self, point: int, hidden_RW: torch.Tensor, residual_RW: torch.Tensor | None, sampled: bool
     ) -> np.ndarray | None:
+        removing = self.recording or bool(self.tables.table.removing)
+        if removing and self._is_query[point]:
+            self._query = hidden_RW
+        removes = removing and self._remove_keys(point, hidden_RW)
         if self.recording:
+            if removes:
+                self.recorded.note(self.tables.points)  # kept in steps with removed keys
             cuda.site(self.tables, point, hidden_RW, residual_RW, self.drain.ring, 0, sampled)
             self.recorded.note(point)
             return None
         memory, begin, plan, place = self.drain.ring, 0, self._plan, None
+        if plan is not None and not plan.active[point]:
+            return None
         if plan is not None and plan.size:
             if self._upfront_bytes == plan.size:
                 begin = -self._steps * self._upfront_bytes if sampled else 0  # for other rows the kernel adds it
@@ -592,6 +617,15 @@ class CudaStep:
         if place is not None and plan is not None and not self._upfront_bytes and len(plan.layout.reduced):
             self._reduce_part(plan, point, *place)
         return bad
+
+    def _remove_keys(self, point: int, hidden_RW: torch.Tensor) -> bool:
+        """Apply the records that remove keys at a point. Returns False at points that are no attention output."""
+        cache = self._cache(point) if self._query is not None and not self._is_query[point] else None
+        if cache is None or self._query is None:
+            return False
+        query_RHE, self._query = self._query.view(len(self._query), -1, cache.key_RKNE.shape[-1]), None
+        remove_keys(self.tables, point, query_RHE, cache, hidden_RW)
+        return True
 
     def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int, int] | None:
         """Allocate memory for a point's captures. Return the tensor, the index of the first byte, and that byte's

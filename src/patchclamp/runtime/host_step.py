@@ -79,12 +79,14 @@ class Step(Protocol):
     recording: True while a graph is recorded, so that every tap launches
     code: the callback that runs programs' code at a point
     encode: the callback that computes a reading (features or attention) from rows [n, W]
+    removes_keys: True if `RemoveKeys` ops are supported
     """
 
     unit: np.ndarray
     recording: bool
     code: fused.CodeRunner | None
     encode: Encode | None
+    removes_keys: bool
 
     @property
     def memory(self) -> dict[str, int]:
@@ -135,7 +137,7 @@ class HostStep:
     On a GPU, non-finite edits are reported after the step, so only taps that read token ids or run code synchronize.
     """
 
-    unit, recording = NUMBERS, False
+    unit, recording, removes_keys = NUMBERS, False, False
     code: fused.CodeRunner | None = None
     encode: Encode | None = None
     token_of_row: torch.Tensor | None = None  # the engine's token ids of the step's rows, [R]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Annotated, Literal, NamedTuple
 
@@ -31,6 +31,7 @@ from patchclamp.errors import (
     Packed,
     PatchclampError,
     ShapeError,
+    TokensError,
     UnsupportedSite,
     not_finite,
     pack,
@@ -49,7 +50,9 @@ from patchclamp.plan.bound import (
     Keep,
     Noisy,
     PositionRange,
+    RemoveKeys,
     RunCode,
+    only_removes_keys,
     own_point,
     pack_columns,
     source_of,
@@ -62,6 +65,7 @@ from patchclamp.runtime.dictionaries import Dictionaries, Reading
 from patchclamp.runtime.host_step import Bank, HostStep, Step
 from patchclamp.runtime.op import AtWork
 from patchclamp.sites import Shard, SiteMap, View
+from patchclamp.sites.tables import ROTATED
 from patchclamp.store.captures import (
     ALIGNED,
     ITEM_BYTES,
@@ -418,6 +422,7 @@ class Runtime:
         self._keeps_shard = np.array([shard.keeps for shard in self.shards])
         self.widths: np.ndarray = np.array([shard.end - shard.first for shard in self.shards])
         self.sampled: np.ndarray = np.array([point.rows == "sampled" for point in sites.points])
+        self.is_query: np.ndarray = np.array([point.kind == ROTATED for point in sites.points])
         if limits.bank_bytes < 4 * int(self.widths.max()):
             raise ShapeError(
                 f"expected bank_bytes of at least {4 * self.widths.max()}, a row of this model, got {limits.bank_bytes}"
@@ -610,8 +615,19 @@ class Runtime:
 
     def collect_failures(self) -> None:
         """Fail the requests with non-finite edits that the device has reported so far."""
-        for slot, point in self.step.failed():
-            self.fail([slot], not_finite(self.sites.label(point)))
+        for slot, word in self.step.failed():
+            point, reason = word & (1 << 28) - 1, word >> 28
+            error = self._attention_error(slot, point, reason) if reason else not_finite(self.sites.label(point))
+            self.fail([slot], error)
+
+    def _attention_error(self, slot: int, point: int, reason: int) -> PatchclampError:
+        """Return the error for a query whose keys could not be removed. `reason`: as in `kernels.paged_attention`."""
+        layer = self.sites.points[point].layer
+        edits = next(own.attention for own in self._admitted.values() if own.slot == slot)
+        path = next(each[0].path for query, each in edits.items() if self.sites.points[query].layer == layer)
+        if reason & 1:
+            return UnsupportedSite("attention output does not equal pattern × values: edit z", path)
+        return TokensError("a token sees no key", path)
 
     # -- a step
 
@@ -678,7 +694,10 @@ class Runtime:
         ops = self._with_encoders(arrival.bound.run, [self._with_reading(op, readings) for op in ops])
         addresses = self.resident.addresses(ops, arrival.placement, vectors, remote)
         attention = self._edits_of_attention(ops, addresses)
-        first = [*self._code_of_attention(arrival, ops, attention), *check]
+        if self._removes_keys(arrival.bound.ops):
+            first = [*self._removed_keys(ops), *check]
+        else:
+            first = [*self._code_of_attention(arrival, ops, attention), *check]
         nowhere = np.zeros(len(self.sites.points), bool)
         ops = [*first, *(op.at(nowhere) if isinstance(op.action, Attended) else op for op in ops)]
         return _Local(arrival, ops, len(first), addresses, token_bytes, readings, attention)
@@ -710,9 +729,30 @@ class Runtime:
             for point in op.points:
                 first, end = (op.columns & 0xFFFF, op.columns >> 16) if op.columns else (0, int(self.widths[point]))
                 heads = first // size, end // size
-                edit = by_heads.setdefault(heads, PatternEdit(*heads, queries, keys, action.factor, rows))
+                edit = by_heads.setdefault(heads, PatternEdit(*heads, queries, keys, action.factor, rows, op.path))
                 edits[point].append(edit)
         return edits
+
+    def _removes_keys(self, ops: Sequence[BoundOp]) -> bool:
+        """True if a program's attention edits run on the device, and not as code."""
+        return self.step.removes_keys and only_removes_keys(ops)
+
+    def _removed_keys(self, ops: Sequence[BoundOp]) -> Iterator[BoundOp]:
+        """Yield the ops that remove keys from attention, at `z`. They precede all other ops. Raises `UnsupportedSite`
+        for a layer whose scores cannot be recomputed."""
+        for op in ops:
+            if not isinstance(op.action, Attended):
+                continue
+            assert self.keys is not None
+            for point in op.points:
+                try:
+                    self.keys.facts(point)
+                except UnsupportedSite as error:
+                    raise error.under(op.path) from None
+            layers = [self.sites.points[point].layer for point in op.points]
+            points = tuple(z.point for layer in layers for z in self.sites.resolve(Site("z", layer)))
+            for keys in op.action.keys:
+                yield BoundOp(op.path, RemoveKeys(*keys), points, (), op.ranges, columns=op.columns)
 
     def _code_of_attention(
         self, arrival: Arrival, ops: Sequence[BoundOp], attention: Mapping[int, list[PatternEdit]]
@@ -726,7 +766,7 @@ class Runtime:
             ranges = (PositionRange(min(op.ranges[0].start for op in mine), max(op.ranges[-1].stop for op in mine)),)
             [z] = self.sites.resolve(Site("z", self.sites.points[point].layer))
             number, run = -next(code_numbers), arrival.bound.run
-            self._attention[number] = EditedAttention(run, mine[0].path, point, arrival.placement.slot, edits)
+            self._attention[number] = EditedAttention(run, point, arrival.placement.slot, edits)
             self._code_of.setdefault(run, []).append(number)
             made += [BoundOp(mine[0].path, RunCode(number), (at,), (), ranges) for at in (point, z.point)]
         return made
@@ -781,7 +821,10 @@ class Runtime:
             # count ops of all pipeline stages: code with taps may differ from stock's in the last bits, and the results
             # of a request's batchmates must not depend on the stage
             self._stop_of[request] = max([each.stop for op in bound.ops if op.points for each in op.ranges], default=0)
-            code_stop = max([each.stop for op in bound.ops if op.kind == APPLY for each in op.ranges], default=0)
+            code = [op for op in bound.ops if op.kind == APPLY]
+            if self._removes_keys(code):
+                code = [op for op in code if not isinstance(op.action, Attended)]
+            code_stop = max([each.stop for op in code for each in op.ranges], default=0)
             if code_stop:
                 self._code_stop[request] = code_stop
 
@@ -890,7 +933,8 @@ class Runtime:
             return
         self.steps_planned += 1
         self.plan = make_plan(batch, self.table, self.widths, self.step.unit, self.dictionaries.numbers_of)
-        self._acts = self.plan.active.tobytes()
+        active = self.plan.active
+        self._acts = (active | self.is_query if self.table.removing else active).tobytes()
         self.continuity.start(list(requests), batch, self.plan, self.step.unit is not NUMBERS)
         self.step.begin(self.plan, batch, 0)
 

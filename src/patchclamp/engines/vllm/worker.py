@@ -246,15 +246,15 @@ class Attached:
         self._bulk: Bulk | None = None
         self._steps_at_batch = 0  # steps with tokens at the last batch of cells
         self._exchange: Exchange | None = None
+        self.runtime.keys = keys = PagedKeys(runner, kind, self.runtime, sites)
         if self.runtime.device.type == "cuda":
-            self._on_cuda(runner, limits)
+            self._on_cuda(runner, limits, keys)
         elif isinstance(self.runtime.step, HostStep):
             self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
         if self._config.lora_config is not None:
             lora.prepare(runner)
         hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.local().view, around)
         self.runtime.views |= hooked
-        self.runtime.keys = PagedKeys(runner, kind, self.runtime, sites)
         self.runtime.keeps = first
         self.runtime.has_tap[:] = False
         self.runtime.has_tap[list(hooked)] = True
@@ -283,7 +283,7 @@ class Attached:
         if monitor is not None and first:
             compat.on_results(runner, monitor.taken)
 
-    def _on_cuda(self, runner: Any, limits: Limits) -> None:
+    def _on_cuda(self, runner: Any, limits: Limits, keys: PagedKeys) -> None:
         from patchclamp.runtime.cuda_step import CudaStep
 
         rows, samples, positions = compat.device_facts(runner, self.kind)
@@ -296,6 +296,7 @@ class Attached:
             runtime.table, runtime.bank, rows, samples, positions, compat.token_ids(runner, self.kind),
             limits.kept_bytes, limits.ring_bytes, pinned,
         )  # fmt: skip
+        step.use_cache(keys.cache, runtime.is_query)
         runtime.use(step)
         self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + limits.sae_bytes + step.bytes)

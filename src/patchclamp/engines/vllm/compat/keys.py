@@ -1,4 +1,4 @@
-"""Keys in vLLM's paged cache, for reading attention patterns.
+"""Keys and values in vLLM's paged cache, for reading and editing attention patterns.
 
 B requests · T key positions · K key/value heads · E head size · N positions per block · R blocks per table
 """
@@ -13,9 +13,9 @@ import torch
 from patchclamp.errors import UnsupportedSite
 from patchclamp.kernels.attention import AttentionFacts, scores
 from patchclamp.kernels.transfer import to_device
-from patchclamp.sites.tables import ROTATED
 
 if TYPE_CHECKING:
+    from patchclamp.kernels.paged_attention import PagedCache
     from patchclamp.runtime import Runtime
     from patchclamp.sites import SiteMap
 
@@ -27,7 +27,9 @@ class PagedKeys:
 
     def __init__(self, runner: Any, kind: str, runtime: Runtime, sites: SiteMap) -> None:
         self._runner, self._kind, self._runtime = runner, kind, runtime
-        self._modules = {point.number: tap.module for point, tap in sites.taps("vllm") if point.kind == ROTATED}
+        self._modules = {
+            point.number: tap.module for point, tap in sites.taps("vllm") if tap.moment in ("attention", "query")
+        }
         self._layers: dict[int, tuple[Any, int]] = {}  # by point: the attention layer, and its cache group
 
     def facts(self, point: int) -> AttentionFacts:
@@ -60,6 +62,19 @@ class PagedKeys:
     def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
         return self._read(point, slots, count, 1)
 
+    def cache(self, point: int) -> PagedCache | None:
+        """Return the cache of the layer whose attention output is at a point; None for other points, for layers whose
+        scores cannot be recomputed, and before the cache is allocated."""
+        from patchclamp.kernels.paged_attention import PagedCache
+
+        module = self._modules.get(point)
+        if module is None or _unread(self._attention(module)):
+            return None
+        layer, group = self._layer(point)
+        block_BR, of_manager = self._table(group, self._runner.max_num_reqs if self._kind == "v1" else 0)
+        key_RKNE, value_RKNE = layer.kv_cache.split(layer.head_size, -1)
+        return PagedCache(key_RKNE, value_RKNE, block_BR, of_manager // key_RKNE.shape[2], self.facts(point))
+
     def _blocks(self, point: int, slots: list[int], count: int) -> torch.Tensor:
         """Return the requests' block tables for their first `count` positions, [B, R]."""
         layer, group = self._layer(point)
@@ -89,9 +104,7 @@ class PagedKeys:
 
     def _layer(self, point: int) -> tuple[Any, int]:
         if point not in self._layers:
-            from patchclamp.runtime.taps import find
-
-            layer: Any = find(self._runner.get_model(), self._modules[point])
+            layer = self._attention(self._modules[point])
             name = layer.layer_name
             if why := _unread(layer):
                 raise UnsupportedSite(f"keys of {name} cannot be read: {why}")
@@ -100,6 +113,12 @@ class PagedKeys:
             group = next(i for i, each in enumerate(groups) if name in each.layer_names)
             self._layers[point] = layer, group
         return self._layers[point]
+
+    def _attention(self, module: str) -> Any:
+        """Return an attention layer by its path."""
+        from patchclamp.runtime.taps import find
+
+        return find(self._runner.get_model(), module)
 
     def _table(self, group: int, requests: int) -> tuple[torch.Tensor, int]:
         """Return a cache group's block table, and the number of positions in a block."""
