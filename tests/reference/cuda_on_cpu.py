@@ -101,7 +101,9 @@ class _Kernel:
                 kept[to : to + len(data)] = data
 
 
-def remove_keys(tables: Tables, point: int, query_RHE: torch.Tensor, cache: PagedCache, hidden_RW: torch.Tensor) -> None:
+def remove_keys(
+    tables: Tables, point: int, query_RHE: torch.Tensor, cache: PagedCache, hidden_RW: torch.Tensor
+) -> None:
     """`paged_attention.remove_keys` row by row, without its check of the engine's result."""
     records = tables.records.reshape(-1, RECORD_WORDS)
     for row, query_HE in enumerate(query_RHE):

@@ -39,6 +39,7 @@ def test_triton_equals_the_torch_kernel_bit_for_bit():
         "stored",
         "products",
         "attention scores float32",
+        "removed keys float32",
     ):
         assert compared.get(what, 0) > 0, compared
 
@@ -91,7 +92,7 @@ def test_a_kernel_is_launched_again_with_the_same_arguments_by_any_launcher(monk
 
 @pytest.mark.parametrize(("width", "dtype", "pair", "capability", "most", "stack"), [
     (1024, "bf16", True, 90, 105, 0), (4096, "bf16", True, 90, 128, 56), (4096, "bf16", False, 90, 128, 40),
-    (12_288, "bf16", True, 90, 64, 96), (5120, "fp16", False, 80, 255, 0),
+    (12_288, "bf16", True, 90, 64, 104), (5120, "fp16", False, 80, 255, 0),
 ])  # fmt: skip
 def test_triton_compiles_for_gpus_and_hardly_spills(width, dtype, pair, capability, most, stack):
     used = resources(width, dtype, pair, False, capability)

@@ -34,6 +34,7 @@ from patchclamp.plan.bound import (
     NormedAdd,
     PositionRange,
     Projection,
+    RemoveKeys,
     Rotation,
     RunCode,
     own_key,
@@ -172,6 +173,7 @@ WRONG |= {
     "removed rows": (REPLACED, {"action": Attended(((0, 1),), None, KEY)}),
     "rows of a pattern beyond": (REPLACED, {"ranges": (PositionRange(0, 1, 1),)}),
     "rows of a pattern that are nowhere": (REPLACED, {"action": Attended((), 1.0, "v:" + "0" * 64)}),
+    "keys that are removed on a device": (KNOCKOUT, {"action": RemoveKeys(0, 1)}),
     "keys twice": (KNOCKOUT, {"action": Attended(((0, 2), (1, 3)))}),
     "queries twice": (KNOCKOUT, {"ranges": (PositionRange(2, 9), PositionRange(2, 9))}),
     "no queries": (REPLACED, {"ranges": ()}),
@@ -270,7 +272,7 @@ def test_rows_of_the_same_run_are_there_when_they_are_read(wrong):
 def test_what_no_binder_makes_is_refused(wrong):
     op, fields = WRONG[wrong]
     check(*changed(op))
-    with pytest.raises(ProgramError, match=r"edits\[0\]: (invalid bound program|RunCode)"):
+    with pytest.raises(ProgramError, match=r"edits\[0\]: (invalid bound program|RunCode|RemoveKeys)"):
         check(*changed(op, **fields))
 
 

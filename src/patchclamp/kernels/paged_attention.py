@@ -1,5 +1,5 @@
-"""Attention over a paged cache, in Triton: scores of a few queries (`kernels.attention.scores`), and attention outputs
-without some of the keys (`kernels.attention.edited`), neither of which copies the keys.
+"""Attention over a paged cache, in Triton, without copying the keys: scores of a few queries
+(`kernels.attention.scores`), and attention outputs without some of the keys (`kernels.attention.edited`).
 
 B requests · N queries per request · T key positions · H query heads · K key/value heads · E head size · R blocks per
 request · L rows of a tile: the queries of all heads that share a key/value head
