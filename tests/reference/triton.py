@@ -343,9 +343,10 @@ def removed(rng: np.random.Generator, device: str, found: dict[str, int]) -> Non
     rows = np.repeat(np.arange(many), count)
     query = torch.randn(len(rows), heads, width, generator=draw).to(device, dtype)
     bad = torch.zeros(many + 1, dtype=torch.int64, pin_memory=device == "cuda")
+    slot_of = rng.permutation(np.arange(many))  # of each request; slot 0 has no program
     tables: Any = SimpleNamespace(
         **{name: torch.from_numpy(np.ascontiguousarray(each)).to(device) for name, each in {
-            "slot_of_row": rows.astype(np.int32), "request_of_row": rows.astype(np.int32),
+            "slot_of_row": slot_of[rows].astype(np.int32), "request_of_row": rows.astype(np.int32),
             "position_of_row": np.concatenate(position), "generation": table.generation,
             "first": table.first.reshape(-1), "records": table.records.view(np.int32)}.items()},
         bad_address=bad.data_ptr(), points=POINTS,
@@ -354,10 +355,10 @@ def removed(rng: np.random.Generator, device: str, found: dict[str, int]) -> Non
     key, value = cache.split(width, -1)
     key_BTKE, value_BTKE = (each[blocks].transpose(2, 3).flatten(1, 2)[:, :length] for each in (key, value))
     given, want, written, reasons = [], [], [], dict[int, set[int]]()
-    for b in range(many):
+    for b, slot in enumerate(slot_of.tolist()):
         at, last = torch.from_numpy(position[b])[None].to(device), int(position[b][-1]) + 1
         plain = scores(query[rows == b][None], key_BTKE[b : b + 1, :last], at, facts, 0, heads)
-        changed, touched = edited(plain, edges_of(position[b][None], [edits[b]], 0, heads, plain.device), facts, 0)
+        changed, touched = edited(plain, edges_of(position[b][None], [edits[slot]], 0, heads, plain.device), facts, 0)
         values = value_BTKE[b, :last].float().repeat_interleave(size, 1)
         of_all, of_kept = (
             torch.einsum("nht,the->nhe", each[0], values) for each in (pattern(plain, facts, 0), changed)
@@ -365,12 +366,16 @@ def removed(rng: np.random.Generator, device: str, found: dict[str, int]) -> Non
         given.append(of_all.to(dtype))
         if rng.random() < 0.2:  # not what this attention gives
             given[-1] = given[-1] + 1
-            reasons[b] = {WRONG} if touched.any() else set()
+            reasons[slot] = {WRONG} if touched.any() else set()
         blind = of_kept.isnan().unflatten(1, (keys, size)).any(-1).any(-1).repeat_interleave(size, 1)
-        if blind.any() and b not in reasons:
-            reasons[b] = {BLIND}
-        written.append((touched[0] & ~blind & (b not in reasons or reasons[b] == {BLIND}))[..., None])
+        if blind.any() and slot not in reasons:
+            reasons[slot] = {BLIND}
+        written.append((touched[0] & ~blind & (slot not in reasons or reasons[slot] == {BLIND}))[..., None])
         want.append(torch.where(written[-1], of_kept.to(dtype), given[-1]))
+    used = [blocks[b][: -(-(int(each[-1]) + 1) // page)] for b, each in enumerate(position)]
+    if facts.window:
+        used = [each[max(int(at[0]) - facts.window + 1, 0) // page :] for each, at in zip(used, position, strict=True)]
+    cache[~torch.isin(torch.arange(len(cache), device=device), torch.cat(used))] = torch.nan  # of other requests
     hidden, expected = torch.cat(given).flatten(1), torch.cat(want).flatten(1)
     before = hidden.clone()
     remove_keys(tables, 1, query, PagedCache(key, value, block.to(device), ratio, facts), hidden)

@@ -15,6 +15,7 @@ from patchclamp.kernels.attention import AttentionFacts, scores
 from patchclamp.kernels.paged_attention import PagedCache
 from patchclamp.language import Program
 from patchclamp.plan import Prompt, bind
+from patchclamp.plan.table import record_count
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime import attention as edits_of_attention
 from patchclamp.sites import SiteMap, Sizes
@@ -50,11 +51,9 @@ class _Cache:
                heads: int, count: int) -> torch.Tensor:  # fmt: skip
         return scores(query, self._read(self.keys, point, slots, count), position, self._facts, first, heads)
 
-    def paged(self, point: int) -> PagedCache | None:
-        """One layer's cache, of blocks of 4 positions, if its attention's output is at this point."""
+    def paged(self, point: int) -> PagedCache:
+        """The cache, of blocks of 4 positions, of the layer whose attention output is at this point."""
         layer = self.runtime.sites.points[point].layer
-        if [each.point for each in self.runtime.sites.resolve(pc.z[layer or 0])] != [point]:
-            return None
         key, value = (torch.from_numpy(each[:, layer]).unflatten(1, (-1, 4)).transpose(2, 3).flatten(0, 1)
                       for each in (self.keys, self.held))  # fmt: skip
         block = torch.arange(len(key), dtype=torch.int32).view(len(self.names), -1)
@@ -62,6 +61,13 @@ class _Cache:
 
     def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
         return self._read(self.held, point, slots, count)
+
+
+def _is_output(runtime: Runtime) -> np.ndarray:
+    """A mask of the points of `z`."""
+    found = np.zeros(len(runtime.sites.points), bool)
+    found[[each.point for layer in range(LAYERS) for each in runtime.sites.resolve(pc.z[layer])]] = True
+    return found
 
 
 def _plain(query_E: np.ndarray, keys_TE: np.ndarray, position: int, window: int) -> np.ndarray:
@@ -119,11 +125,11 @@ def _draw_edit(draw: np.random.Generator, window: int, kinds: int = 3) -> tuple[
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("executor", ["host", "cuda", "kernel"])
+@pytest.mark.parametrize("executor", ["host", "cuda", "kernel", "both"])
 def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, seed):
     """Requests of several lengths, in chunks; one has no edits, and one loses all keys of a query and fails alone. A
-    kernel does knockouts of programs that have no other edits of attention."""
-    draw, window = np.random.default_rng(seed), 9 if seed % 2 or executor == "kernel" else 0
+    kernel does knockouts of programs that have no other edits of attention; "both": of every second program."""
+    draw, window = np.random.default_rng(seed), 9 if seed % 2 or executor in ("kernel", "both") else 0
     runtime = Runtime(SITES, Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16))
     positions = np.zeros(64, np.int64)
     if executor != "host":
@@ -132,11 +138,11 @@ def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, s
     if seed == 5:  # a batch of one query at a time
         monkeypatch.setattr(edits_of_attention, "MAX_SCORES", HEADS * LENGTH)
     cache = runtime.keys = _Cache(runtime, AttentionFacts(SIZE**-0.5, window=window), draw, 6)
-    if executor == "kernel":
-        step.use_cache(cache.paged, runtime.is_query)
+    if executor in ("kernel", "both"):
+        step.use_cache(cache.paged, runtime.is_query, _is_output(runtime))
     admitter, told = Admitter(runtime), list[list[dict[str, Any]]]()
     for number, name in enumerate(cache.names):
-        kinds = 1 if executor == "kernel" else 3
+        kinds = 1 if executor == "kernel" or (executor == "both" and number % 2) else 3
         ops, plain = zip(*(_draw_edit(draw, window, kinds) for _ in range(draw.integers(1, 4))), strict=True)
         if number == 1:  # the last query sees no key, or its result overflows
             ops, plain = (pc.Knockout("prompt[3:]", pc.pattern[1, 2], "prompt[-1]"),), ()
@@ -162,6 +168,110 @@ def test_every_row_of_a_step_has_its_requests_own_edits(monkeypatch, executor, s
     assert expected in str(runtime.outcome("request1")[1])
     admitter.free(name for name in cache.names if name != "request2")
     assert runtime.status()["code"] == 0
+
+
+def _on_kernel(monkeypatch, facts: AttentionFacts, requests: int) -> tuple[Runtime, _Cache, Any, np.ndarray, Any]:
+    """A runtime whose knockouts run in a kernel."""
+    cuda_on_cpu.stub(monkeypatch)
+    draw, runtime = (
+        np.random.default_rng(3),
+        Runtime(SITES, Limits(max_programs=8, max_records=4096, bank_bytes=1 << 16)),
+    )
+    step, positions = cuda_on_cpu.on_cpu(runtime, 64, 16, 1 << 12, 1 << 13, 1 << 15)
+    cache = runtime.keys = _Cache(runtime, facts, draw, requests)
+    step.use_cache(cache.paged, runtime.is_query, _is_output(runtime))
+    return runtime, cache, step, positions, draw
+
+
+def _admit(admitter: Admitter, name: str, length: int, op: Any) -> None:
+    prompt = Prompt(list(range(length)), lambda: ("", []))
+    admitter.admit(name, bind(Program.of([op]), name, prompt, LENGTH - length + 1, SITES, None))
+
+
+def test_knockouts_go_on_in_decode_steps_that_reuse_a_plan(monkeypatch):
+    """Requests that share steps are told apart in each, also after one of them ends."""
+    runtime, cache, _, positions, draw = _on_kernel(monkeypatch, AttentionFacts(SIZE**-0.5), 3)
+    admitter, begins = Admitter(runtime), np.array([8, 6, 7])
+    told: list[list[dict[str, Any]]] = []
+    for number, (name, length) in enumerate(zip(cache.names, begins.tolist(), strict=True)):
+        _admit(admitter, name, length, pc.Knockout(pc.prompt[number], pc.pattern, pc.generated))
+        told.append([{"how": "knock", "layers": range(LAYERS), "heads": range(HEADS), "keys": [number],
+                      "queries": range(length, LENGTH)}])  # fmt: skip
+    planned = []
+    for turn in range(4):
+        if turn == 3:
+            admitter.free(["request0"])
+            told[0] = []
+        _step(runtime, cache, begins + turn, begins + turn + 1, positions, told, draw, 0)
+        planned.append(runtime.steps_planned)
+    assert planned[0] == planned[2] < planned[3]
+    assert [runtime.outcome(name)[1] for name in cache.names] == [None] * 3
+
+
+def test_records_are_counted_as_they_are_written(monkeypatch):
+    """A record for each range of removed keys, up to a limit in a layer; one each at queries and results otherwise."""
+    keys = functools.reduce(operator.or_, (pc.prompt[each] for each in range(0, LENGTH, 2)))
+    for ops, count in (
+        ([pc.Knockout(keys, pc.pattern[0], "prompt[-1]")], LENGTH // 2),
+        ([pc.Knockout(keys, pc.pattern[0, head], "prompt[-1]") for head in range(HEADS)], HEADS * LENGTH // 2),
+        ([pc.Scale(0.5, pc.pattern[0], "prompt[-1]", keys=keys)], 2),
+        ([pc.Knockout(keys, pc.pattern, pc.prompt[-1])] * 12, 2 * 12 * LAYERS),  # as code: more than a row may read
+    ):
+        runtime, *_ = _on_kernel(monkeypatch, AttentionFacts(SIZE**-0.5), 1)
+        bound = bind(Program.of(ops), "request0", Prompt(list(range(LENGTH)), lambda: ("", [])), 1, SITES, None)
+        assert record_count(bound.ops) == count
+        Admitter(runtime).admit("request0", bound)
+        assert 0 < runtime.table.first[1, -1] - runtime.table.first[1, 0] <= count
+        assert runtime.has_code == (count in (2, 2 * 12 * LAYERS))
+
+
+def test_a_failure_is_forgotten_with_its_program(monkeypatch):
+    """The device reports a request's failure after the request has ended; a later one has its slot."""
+    runtime, cache, _, positions, draw = _on_kernel(monkeypatch, AttentionFacts(SIZE**-0.5, window=4), 2)
+    admitter, lengths = Admitter(runtime), np.array([12, 10])
+    _admit(admitter, "request0", 12, pc.Knockout("prompt[7:]", pc.pattern[0], "prompt[-1]"))
+    _admit(admitter, "request1", 10, pc.Knockout("prompt[9]", pc.pattern[0], "prompt[-1]"))
+    edge = {"how": "knock", "layers": [0], "heads": range(HEADS), "keys": [9], "queries": [9]}
+    _step(runtime, cache, np.zeros(2, int), lengths, positions, [[], [edge]], draw, 4)
+    assert runtime.step.failed()
+    admitter.free(["request0"])
+    runtime.collect_failures()
+    assert runtime.outcome("request1")[1] is None
+    _admit(admitter, "request0", 12, pc.Knockout("prompt[9]", pc.pattern[0], "prompt[-1]"))
+    runtime.collect_failures()
+    assert runtime.outcome("request0")[1] is None
+
+
+def test_a_graph_is_recorded_before_and_after_the_cache_is_allocated(monkeypatch):
+    runtime, cache, step, positions, _ = _on_kernel(monkeypatch, AttentionFacts(SIZE**-0.5), 1)
+
+    def missing(point: int) -> PagedCache:
+        raise pc.UnsupportedSite("its cache has 1 axes, not 4")
+
+    [z] = SITES.resolve(pc.z[0])
+    [query] = [point.number for point in SITES.points if point.kind == ROTATED and point.layer == 0]
+    noted, launched, own = (
+        list[int](),
+        list[int](),
+        len(SITES.points),
+    )  # the node of removed keys has a number of its own
+    monkeypatch.setattr(step.recorded, "note", noted.append)
+    monkeypatch.setattr(cuda_on_cpu.cuda_step, "remove_keys", lambda tables, point, *rest: launched.append(point))
+    step.recording = True
+    nodes = [query, z.point]
+    for paged, launches in ((missing, []), (cache.paged, [z.point])):
+        step.use_cache(paged, runtime.is_query, _is_output(runtime))
+        for point in (query, z.point):
+            runtime.apply(point, torch.zeros(4, HEADS * SIZE), None)
+        assert launched == launches
+        assert noted == nodes
+        nodes = [*nodes, query, own, z.point]
+    step.recording = False
+    _admit(Admitter(runtime), "request0", 12, pc.Knockout("prompt[1]", pc.pattern[0], "prompt[-1]"))
+    positions[:12] = range(12)
+    runtime.begin_step(["request0"], *np.array([[0], [0], [12]]), 12)
+    runtime.apply(z.point, torch.zeros(12, HEADS * SIZE), None)  # its queries are not tapped
+    assert "queries" in str(runtime.outcome("request0")[1])
 
 
 def _edited(lengths: list[int]) -> tuple[Runtime, _Cache, np.random.Generator]:

@@ -394,11 +394,13 @@ NOTHING = Linear(1.0, 0.0)  # for an op without points
 
 def only_removes_keys(ops: Iterable[BoundOp]) -> bool:
     """True if a program's attention edits can become `RemoveKeys` ops."""
-    edits = [(op, op.action) for op in ops if isinstance(op.action, Attended)]
-    return (
-        all(action.factor is None for _, action in edits)
-        and sum(len(op.ranges) * len(action.keys) for op, action in edits) <= MAX_REMOVED
-    )
+    records = collections.Counter[int]()  # by point
+    for op in ops:
+        if isinstance(op.action, Attended):
+            if op.action.factor is not None:
+                return False
+            records.update(dict.fromkeys(op.points, len(op.ranges) * len(op.action.keys)))
+    return max(records.values(), default=0) <= MAX_REMOVED
 
 
 class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):

@@ -65,6 +65,7 @@ from patchclamp.plan.bound import (
     RunCode,
     Span,
     Store,
+    only_removes_keys,
 )
 from patchclamp.store.tensors import PROBE
 
@@ -409,9 +410,10 @@ def records_of_alike(
 def record_count(ops: Sequence[BoundOp]) -> int:
     """Return the maximum number of a bound program's records, on a worker with all points. An attention edit has
     records both at its queries and at the result, or one for each range of removed keys."""
+    removes = only_removes_keys(ops)
     return sum(
         len(op.points) * len(op.ranges)
-        * (max(2, len(op.action.keys)) if isinstance(op.action, Attended)
+        * (max(2, len(op.action.keys) * removes) if isinstance(op.action, Attended)
            else 1 + (op.condition is not None) + (op.guard is not None))
         for op in ops
     )  # fmt: skip

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from patchclamp.errors import ModelError
+from patchclamp.errors import ModelError, UnsupportedSite
 from patchclamp.kernels import cuda, fused, moves
 from patchclamp.kernels.moves import CHUNK
 from patchclamp.kernels.noise import quantiles
@@ -524,8 +524,8 @@ class CudaStep:
         self.recorded: Recorded = Recorded()
         self.recording = False
         moves.warm(bank.data.device)
-        self._cache: Callable[[int], PagedCache | None] = lambda point: None
-        self._is_query = np.zeros(table.first.shape[1] - 1, bool)
+        self._cache: Callable[[int], PagedCache] | None = None
+        self._is_query = self._is_output = np.zeros(table.first.shape[1] - 1, bool)
         self._query: torch.Tensor | None = None  # of the layer that was last reached, [R, H · E]
         self._plan: StepPlan | None = None
         self._steps = 0  # steps since the plan was made
@@ -537,10 +537,13 @@ class CudaStep:
         self._tap_parts: list[tuple[int, int, HostBlock, int]] = []  # allocated by taps, as `ScatteredSlices.parts`
         self._tapped: set[int] = set()  # points with such parts
 
-    def use_cache(self, cache: Callable[[int], PagedCache | None], is_query: np.ndarray) -> None:
-        """Remove keys from attention from now on. `cache(point)`: the cache of the layer whose attention output is at a
-        point, if any; `is_query` [P]: a mask of the points of queries."""
-        self.removes_keys, self._cache, self._is_query = True, cache, is_query
+    def use_cache(self, cache: Callable[[int], PagedCache], is_query: np.ndarray, is_output: np.ndarray) -> None:
+        """Support removing keys from attention.
+
+        is_query, is_output: masks of the points of queries and of attention outputs, [P]
+        cache: returns the cache of the layer with its attention output at a point, or raises `UnsupportedSite`
+        """
+        self.removes_keys, self._cache, self._is_query, self._is_output = True, cache, is_query, is_output
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the executor's tensors that graphs read or write, by name."""
@@ -560,7 +563,7 @@ class CudaStep:
         self.drain.open()
 
     def begin(self, plan: StepPlan, batch: Batch, steps: int) -> None:
-        self._plan, self._batch, self._steps = plan, batch, steps
+        self._plan, self._batch, self._steps, self._query = plan, batch, steps, None
         if self.tables.table.deciding:
             self.tables.bits_of_row.zero_()
         if not steps:
@@ -593,10 +596,9 @@ class CudaStep:
         removing = self.recording or bool(self.tables.table.removing)
         if removing and self._is_query[point]:
             self._query = hidden_RW
-        removes = removing and self._remove_keys(point, hidden_RW)
+        elif removing and self._is_output[point]:
+            self._remove_keys(point, hidden_RW)
         if self.recording:
-            if removes:
-                self.recorded.note(self.tables.points)  # kept in steps with removed keys
             cuda.site(self.tables, point, hidden_RW, residual_RW, self.drain.ring, 0, sampled)
             self.recorded.note(point)
             return None
@@ -618,14 +620,19 @@ class CudaStep:
             self._reduce_part(plan, point, *place)
         return bad
 
-    def _remove_keys(self, point: int, hidden_RW: torch.Tensor) -> bool:
-        """Apply the records that remove keys at a point. Returns False at points that are no attention output."""
-        cache = self._cache(point) if self._query is not None and not self._is_query[point] else None
-        if cache is None or self._query is None:
-            return False
-        query_RHE, self._query = self._query.view(len(self._query), -1, cache.key_RKNE.shape[-1]), None
-        remove_keys(self.tables, point, query_RHE, cache, hidden_RW)
-        return True
+    def _remove_keys(self, point: int, hidden_RW: torch.Tensor) -> None:
+        """Apply the records that remove keys at a point."""
+        assert self._cache is not None
+        query_RW, self._query = self._query, None
+        try:
+            cache = self._cache(point)
+        except UnsupportedSite:  # no program can remove keys here, or the cache is not allocated yet
+            return
+        if query_RW is None:
+            raise ModelError("keys cannot be removed: the layer's queries were not tapped")
+        remove_keys(self.tables, point, query_RW.view(len(query_RW), -1, cache.key_RKNE.shape[-1]), cache, hidden_RW)
+        if self.recording:
+            self.recorded.note(self.tables.points)  # kept in steps with removed keys
 
     def _allocate(self, plan: StepPlan, point: int) -> tuple[torch.Tensor, int, int] | None:
         """Allocate memory for a point's captures. Return the tensor, the index of the first byte, and that byte's

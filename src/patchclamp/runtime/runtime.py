@@ -617,14 +617,15 @@ class Runtime:
         """Fail the requests with non-finite edits that the device has reported so far."""
         for slot, word in self.step.failed():
             point, reason = word & (1 << 28) - 1, word >> 28
-            error = self._attention_error(slot, point, reason) if reason else not_finite(self.sites.label(point))
-            self.fail([slot], error)
+            if not reason:
+                self.fail([slot], not_finite(self.sites.label(point)))
+            for own in [own for own in self._admitted.values() if own.slot == slot] if reason else ():
+                self.fail([slot], self._attention_error(own, point, reason))
 
-    def _attention_error(self, slot: int, point: int, reason: int) -> PatchclampError:
-        """Return the error for a query whose keys could not be removed. `reason`: as in `kernels.paged_attention`."""
+    def _attention_error(self, own: _InstalledProgram, point: int, reason: int) -> PatchclampError:
+        """Return the error for keys that could not be removed. `reason`: as in `kernels.paged_attention`."""
         layer = self.sites.points[point].layer
-        edits = next(own.attention for own in self._admitted.values() if own.slot == slot)
-        path = next(each[0].path for query, each in edits.items() if self.sites.points[query].layer == layer)
+        path = next(each[0].path for query, each in own.attention.items() if self.sites.points[query].layer == layer)
         if reason & 1:
             return UnsupportedSite("attention output does not equal pattern × values: edit z", path)
         return TokensError("a token sees no key", path)

@@ -296,7 +296,7 @@ class Attached:
             runtime.table, runtime.bank, rows, samples, positions, compat.token_ids(runner, self.kind),
             limits.kept_bytes, limits.ring_bytes, pinned,
         )  # fmt: skip
-        step.use_cache(keys.cache, runtime.is_query)
+        step.use_cache(keys.cache, runtime.is_query, keys.is_output)
         runtime.use(step)
         self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + limits.sae_bytes + step.bytes)

@@ -30,6 +30,8 @@ class PagedKeys:
         self._modules = {
             point.number: tap.module for point, tap in sites.taps("vllm") if tap.moment in ("attention", "query")
         }
+        self.is_output: np.ndarray = np.zeros(len(sites.points), bool)  # the points of attention outputs
+        self.is_output[[point.number for point, tap in sites.taps("vllm") if tap.moment == "attention"]] = True
         self._layers: dict[int, tuple[Any, int]] = {}  # by point: the attention layer, and its cache group
 
     def facts(self, point: int) -> AttentionFacts:
@@ -62,14 +64,11 @@ class PagedKeys:
     def values(self, point: int, slots: list[int], count: int) -> torch.Tensor:
         return self._read(point, slots, count, 1)
 
-    def cache(self, point: int) -> PagedCache | None:
-        """Return the cache of the layer whose attention output is at a point; None for other points, for layers whose
-        scores cannot be recomputed, and before the cache is allocated."""
+    def cache(self, point: int) -> PagedCache:
+        """Return the cache of the layer whose attention output is at a point. Raises `UnsupportedSite` if its scores
+        cannot be recomputed, and before the cache is allocated."""
         from patchclamp.kernels.paged_attention import PagedCache
 
-        module = self._modules.get(point)
-        if module is None or _unread(self._attention(module)):
-            return None
         layer, group = self._layer(point)
         block_BR, of_manager = self._table(group, self._runner.max_num_reqs if self._kind == "v1" else 0)
         key_RKNE, value_RKNE = layer.kv_cache.split(layer.head_size, -1)
@@ -104,7 +103,9 @@ class PagedKeys:
 
     def _layer(self, point: int) -> tuple[Any, int]:
         if point not in self._layers:
-            layer = self._attention(self._modules[point])
+            from patchclamp.runtime.taps import find
+
+            layer: Any = find(self._runner.get_model(), self._modules[point])
             name = layer.layer_name
             if why := _unread(layer):
                 raise UnsupportedSite(f"keys of {name} cannot be read: {why}")
@@ -113,12 +114,6 @@ class PagedKeys:
             group = next(i for i, each in enumerate(groups) if name in each.layer_names)
             self._layers[point] = layer, group
         return self._layers[point]
-
-    def _attention(self, module: str) -> Any:
-        """Return an attention layer by its path."""
-        from patchclamp.runtime.taps import find
-
-        return find(self._runner.get_model(), module)
 
     def _table(self, group: int, requests: int) -> tuple[torch.Tensor, int]:
         """Return a cache group's block table, and the number of positions in a block."""
