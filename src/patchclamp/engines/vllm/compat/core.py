@@ -318,6 +318,7 @@ class _Admitting:
                 images.check_request(request, program.bound.prompt, self._core.vllm_config)
             _check_beside_drafts(self._core.vllm_config, request, program)
             connectors.check_transfer(self._scheduler, request)
+            connectors.check_weights(self._scheduler, updates)
             assert request.sampling_params is not None
             lora.check_prompt_logprobs(self._core.vllm_config, request.sampling_params.prompt_logprobs)
             if (request.sampling_params.extra_args or {}).get(WEIGHTS, 0) != updates:
