@@ -62,6 +62,7 @@ from patchclamp.grade import AT_ONCE, bound_job, by_requests, read_program, read
 from patchclamp.language import Capture, Probe, Program, Site, every
 from patchclamp.language import prompt as prompt_tokens
 from patchclamp.language.conditions import ProbeCondition
+from patchclamp.language.dictionaries import PRECISIONS
 from patchclamp.language.ops import Scale
 from patchclamp.language.probes import activated
 from patchclamp.language.sae import SAE
@@ -711,6 +712,8 @@ class LM:
         Raises `ShapeError` if the site's width differs, `UnsupportedSite` for a site sharded across workers, and
         `CapacityError` if there is no room.
         """
+        if not isinstance(precision, str) or precision not in PRECISIONS:
+            raise unknown("precision", str(precision), PRECISIONS, "precision")
         dtype = self.model.dtype if precision == "model" else "float32"
         dictionary = placed(sae, self.sites, name, at, to, dtype)
         if name in self.sites.dictionaries:
@@ -807,7 +810,9 @@ class LM:
         """Free the GPU memory of weights and KV cache until `wake`; captures and vectors stay. Raises `EngineError` on
         engines other than vLLM, for levels above 1 (which discard the weights), without `enable_sleep_mode=True`, and
         while runs are in progress."""
-        self.engine.sleep(level)
+        if not is_token_id(level) or level < 0:
+            raise ProgramError(f"expected a sleep level, 0 or 1, got {level!r:.200}", "level")
+        self.engine.sleep(int(level))
 
     def wake(self) -> None:
         """Reallocate the memory and restore the weights. No effect on an engine that is awake."""

@@ -11,14 +11,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm import LLM
+from vllm.config import KVTransferConfig
 
 import patchclamp as pc
+from patchclamp.engines.vllm import sync_engine
 from patchclamp.engines.vllm.admission import RequestProgram
+from patchclamp.engines.vllm.compat.clients import shut_down
+from patchclamp.engines.vllm.compat.configuration import surroundings
 from patchclamp.engines.vllm.compat.connectors import check_transfer
 
+from ..models import with_weights
+from ..reference.hooks import PlainModel
 from .conftest import TINY
 from .test_admission import engine_core
 from .test_families import EAGER, IDS
+from .test_llm import OPTIONS, asked, reload
 
 pytestmark = pytest.mark.usefixtures("inspected_here")
 PROMPT = np.random.default_rng(0).integers(3, TINY["vocab_size"], 90).tolist()
@@ -170,6 +178,36 @@ def test_a_program_beside_transfer_parameters_is_refused():
     with pytest.raises(pc.ProgramError, match="kv_transfer_params"):
         check_transfer(SimpleNamespace(connector=object()), request)
     check_transfer(SimpleNamespace(connector=object()), SimpleNamespace(kv_transfer_params=None))
+
+
+def test_programs_are_refused_once_weights_were_updated(tiny, tmp_path):
+    """The connector still has keys and values of the old weights: a plain request loads them, as in stock vLLM, into blocks
+    of the prefix cache that a program would reuse. Before the update, a program that reuses such blocks is right."""
+    store, trained = tmp_path / "store", with_weights(tmp_path / "trained", "8b", 3, seed=1, **TINY)
+    last, prompts = pc.resid_post[2] @ pc.prompt[-1], {"prompt_token_ids": PROMPT}
+    with surroundings(False):
+        connector = KVTransferConfig(**transfer(store))
+        llm = LLM(tiny, **OPTIONS, additional_config={"patchclamp": {}}, kv_transfer_config=connector)
+    try:
+        llm.generate(prompts, asked(), use_tqdm=False)
+        lm = pc.LM(llm)
+        run = lm.run(PROMPT, capture=[last], max_tokens=1)
+        assert run.cached_tokens == 64
+        expected = PlainModel(tiny).read(PROMPT, "resid_post", 2)[-1:]
+        np.testing.assert_allclose(run[pc.resid_post[2]], expected, atol=1e-4)
+        reload(llm, trained)
+        [loaded] = llm.generate(prompts, asked(), use_tqdm=False)
+        assert loaded.num_cached_tokens == 64
+        for refused in (
+            lambda: lm.run(PROMPT, capture=[last], max_tokens=1),
+            lambda: llm.generate(prompts, asked(pc.Program.of((), last)), use_tqdm=False),
+            lambda: pc.LM(llm, prove=False).run(PROMPT, edits=HARD, max_tokens=1),
+        ):
+            with pytest.raises(pc.EngineError, match="weights") as caught:
+                refused()
+            assert caught.value.path == "kv_transfer_config"
+    finally:
+        shut_down(llm.llm_engine, alone=len(sync_engine.alive) < 2)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ IGNORE = {"ignore_eos": True}
 class Seen(NamedTuple):
     lm: pc.LM
     plain: PlainReader
+    name: str
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)])
@@ -43,7 +44,7 @@ def seen(request, tmp_path_factory, inspected_here, _torchvision):
         patch.setattr(Qwen3VLProcessingInfo, "get_hf_processor", lambda *_, **__: processor)
         patch.setattr(Qwen3VLProcessingInfo, "get_video_processor", lambda *_, **__: processor.video_processor)
         with pc.LM(str(folder), engine="vllm", check_rate=1, **CUT) as lm:
-            yield Seen(lm, plain)
+            yield Seen(lm, plain, request.param)
 
 
 def picture(seed: int, width: int = 128, height: int = 128) -> Image.Image:
@@ -195,3 +196,19 @@ def test_what_is_wrong_with_such_a_prompt_is_said_before_it_runs(seen, words, ki
         seen.lm.run(words, max_tokens=1, capture=[pc.embed @ pc.image[1]])
     assert caught.value.path == path
     assert keyword in str(caught.value)
+
+
+def test_features_of_an_image_are_of_the_updated_weights(seen, tmp_path):
+    """vLLM's workers drop them when weights are reloaded, and its scheduler takes them for computed."""
+    shown, at, lm = [picture(9)], pc.resid_post[1], seen.lm
+    net = that_reads_images(tmp_path, seen.name, seed=1)
+    updated = PlainReader(tmp_path, type(net).__name__, seen.plain._pictures)
+    expected = []
+    for folder, plain in ((lm.model.name, seen.plain), (tmp_path, updated), (lm.model.name, seen.plain)):
+        given = {"weights_path": str(folder)}
+        lm.engine._call(lambda given=given: lm.engine._engine.collective_rpc("reload_weights", kwargs=given)).result()
+        for _ in range(2):
+            run = lm.run(prompt(60, *shown), max_tokens=2, capture=[at], sampling=IGNORE)
+            expected.append(plain.forward(inputs_of(run)[: len(run.prompt_token_ids)], shown).rows_TD["resid_pre", 2])
+            assert worst_row(run[at][: len(expected[-1])], expected[-1]) <= 1e-4
+    assert worst_row(expected[2], expected[0]) > 0.1

@@ -255,6 +255,19 @@ def test_drafts_are_refused_where_they_were_not_tried(configuration, monkeypatch
     ]
 
 
+def test_batch_invariant_mode_is_refused_on_a_cpu(configuration, smollm2):
+    from patchclamp.engines.vllm.compat.configuration import environment, refused
+
+    config = configuration()
+    assert refused(config) == {}
+    with environment({"VLLM_BATCH_INVARIANT": "1"}):
+        assert list(refused(config)) == ["batch-invariant mode (VLLM_BATCH_INVARIANT=1) on a CPU"]
+        with pytest.raises(pc.EngineError, match="VLLM_BATCH_INVARIANT"):
+            pc.LM(str(smollm2), engine="vllm", enforce_eager=True, max_model_len=512)
+        config.device_config.device_type = "cuda"
+        assert refused(config) == {}
+
+
 def test_options_of_drafts_are_as_vllm_has_them_by_default():
     from vllm.config import SpeculativeConfig
 

@@ -179,11 +179,13 @@ def test_the_option_of_a_server():
 def test_rows_are_compared_up_to_one_factor_for_all():
     draw, positions = torch.Generator().manual_seed(0), np.arange(4, 10)
     matrix = torch.randn(6, 64, generator=draw)
-    for factor in (1.0, 11.3, 1e-3):
+    for factor in (1.0, 128.0, 1e-3):
         rows = (factor * matrix).to(torch.bfloat16).float()
         assert mislabelled(positions, rows, positions, matrix) is None
         assert isinstance(mislabelled(positions, rows[[1, 0, 2, 3, 4, 5]], positions, matrix), Mislabelled)
         assert isinstance(mislabelled(positions[1:], rows[1:], positions, matrix), Mislabelled)
+        for wrong in (0 * rows, -rows, rows.roll(1, 0), rows.roll(1, 1), 1e-9 * rows, 1e9 * rows):
+            assert isinstance(mislabelled(positions, wrong, positions, matrix), Mislabelled)
         rows[3, 5] = torch.nan
         assert isinstance(mislabelled(positions, rows, positions, matrix), Mislabelled)
     assert mislabelled(positions[:0], matrix[:0], positions[:0], matrix[:0]) is None

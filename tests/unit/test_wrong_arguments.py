@@ -27,6 +27,7 @@ MADE = pc.studies.SteeringVectors.from_directions({1: VECTOR})
 PAIRED = pc.studies.SteeringVectors.from_directions({1: VECTOR, 2: VECTOR})
 LENS = pc.studies.logit_lens(LM, IDS, layers=1, tokens=[5])
 PROBED = pc.studies.fit_probe(LM, prompts=[[1, 2], [3, 4], [5, 6], [7, 8]], labels=[0, 1, 0, 1], layers=1, folds=2)
+DICTIONARY = pc.SAE(np.ones((4, 16)), np.zeros(4), np.ones((4, 16)), np.zeros(16))
 PAIR = {"clean": IDS, "corrupt": OTHER, "answer": 5}
 SWEEP = {"metric": "logprob", "layers": 1, "positions": -1}
 SWEPT = pc.studies.patch_sweep(LM, **PAIR, **SWEEP)
@@ -46,6 +47,11 @@ def _bank_set(name: Any, value: Any) -> None:
 
 def _bank_get(name: Any) -> None:
     LM.bank[name]
+
+
+def _attach(**arguments: Any) -> None:
+    LM.attach(**arguments)
+    LM.detach(arguments["name"])
 
 
 def _arun(**arguments: Any) -> None:
@@ -126,6 +132,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Harvested.torch": (HARVESTED.torch, {}),
     "Harvested.datasets": (HARVESTED.datasets, {"size": 4}),
     "lm.sleep": (LM.sleep, {"level": 1}),
+    "lm.rows": (LM.rows, {"runs": [RUN], "sites": [AT]}),
+    "lm.probes": (LM.probes, {"runs": [RUN]}),
+    "lm.lens": (LM.lens, {"runs": [RUN]}),
+    "lm.weights": (LM.weights, {"name": "W_Q", "layer": 1, "head": 0}),
+    "lm.attach": (_attach, {"sae": DICTIONARY, "at": AT, "name": "a"}),
+    "lm.detach": (LM.detach, {"name": "attached"}),
     "lm.bank[]=": (_bank_set, {"name": "a", "value": VECTOR}),
     "lm.bank[]": (_bank_get, {"name": "a"}),
     "lm.bank.mean": (LM.bank.mean, {"name": "m", "runs": [RUN], "site": AT}),
@@ -213,7 +225,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LogitLensResult.rank": (LENS.rank, {"token": 5}),
     "LogitLensResult.probability": (LENS.probability, {"token": 5}),
 }
-SIGNATURES = {"lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace} | {
+SIGNATURES = {"lm.attach": LM.attach, "lm.arun": LM.arun, "lm.stream": LM.stream, "lm.trace": LM.trace} | {
     name: getattr(pc.studies, name) for name in ("MeanOf", "Resampled", "Banked", "Project")
 }
 UNNAMED = {  # of one argument, or named by the argument that it is read for
@@ -313,6 +325,11 @@ def test_a_missing_field_of_an_op_is_named(op, given, path):
       for given in ({"seed": "1"}, {"seed": True}, {"seed": 1.5}, {"seed": None}, {"seed": -1}, {"draws": True}, {"draws": "2"},
                     {"draws": 1.5}, {"draws": 0})],
     (lambda: pc.studies.Project(np.eye(16), on_device="no"), "on_device"),
+    *[(lambda given=given, field=field: LM.attach(DICTIONARY, **{"at": AT, "name": "a", field: given}), field)
+      for field in ("at", "to") for given in (0, False, [], np.ones(2), ("resid_post", 1))],
+    *[(lambda precision=precision: LM.attach(DICTIONARY, AT, name="a", precision=precision), "precision")
+      for precision in ("half", None, np.ones(2))],
+    *[(lambda level=level: LM.sleep(level), "level") for level in ("2", -1, 1.5, True, None)],
     *[(lambda at=at: pc.studies.fuzz_sweep(LM, [IDS], [0.5], at=at), path) for at, path in (
         ("blocks.1.hook_resid_mid", "at[0]"), (["embed", "blocks.1.ln1.hook_out @ prompt"], "at[1]"))],
     *[(lambda sampling=sampling: LM.run(IDS, sampling=sampling), f"sampling.{next(iter(sampling))}")

@@ -1,7 +1,8 @@
 """Check capture labels while serving, by comparing captured rows at `embed` with the embedding matrix.
 
-A row at `embed` is its token's embedding, times a factor that is the same for all tokens (Gemma's). A row captured
-under the wrong position belongs to another token. Rows of equal tokens are indistinguishable.
+A row at `embed` is its token's embedding, times a factor that is the same for all tokens (Gemma's is the square root of
+its width). A row captured under the wrong position belongs to another token, and rows that were never written are zero.
+Rows of equal tokens are indistinguishable.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from patchclamp.errors import Mislabelled
 
 TOLERANCE = 0.02  # relative to a row's norm: bfloat16 rounds by 0.4 %; different tokens differ by about a norm
+FACTORS = 2.0**-10, 2.0**10  # models scale embeddings by 1 to about 130; a fit beyond is not theirs, nor is 0 or below
 
 
 def mislabelled(
@@ -24,7 +26,7 @@ def mislabelled(
         return Mislabelled(_message(len(wrong), len(positions), int(wrong[0])))
     rows_TD, expected_TD = rows_TD.double(), expected_TD.double()
     factor = (rows_TD * expected_TD).sum() / expected_TD.square().sum().clamp_min(torch.finfo(torch.float64).tiny)
-    expected_TD = factor * expected_TD
+    expected_TD = factor.clamp(*FACTORS) * expected_TD
     gap_T = (rows_TD - expected_TD).norm(dim=1)
     fits_T = gap_T <= TOLERANCE * torch.maximum(rows_TD.norm(dim=1), expected_TD.norm(dim=1))  # false if NaN
     wrong = positions[~fits_T.numpy()]

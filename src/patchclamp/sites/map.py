@@ -282,6 +282,9 @@ def placed(sae: SAE, sites: SiteMap, name: str, at: Any = None, to: Any = None, 
     `UnsupportedSite`."""
     if not isinstance(sae, SAE):
         raise ProgramError(f"expected a pc.SAE, such as pc.SAE.load(path), got {type(sae).__name__}", "sae")
+    for given, field in ((at, "at"), (to, "to")):
+        if given is not None and not isinstance(given, (str, Site)):
+            raise ProgramError(f"expected a site such as 'resid_post[12]', got {type(given).__name__}", field)
     read = str(at or sae.site)
     if not read:
         raise ProgramError("the SAE's file names no site: pass the site that it reads as at=", "at")

@@ -199,7 +199,7 @@ def too_deep(level: int) -> EngineError | None:
     """Return an error for sleep levels above 1, which discard the weights; otherwise None."""
     if level <= 1:
         return None
-    return EngineError(f"sleep level {level} is not supported, because it discards the weights; use level 1")
+    return EngineError(f"sleep level {level} is not supported, because it discards the weights; use level 1", "level")
 
 
 def answer(worker: Worker, verb: str, *args: Any) -> tuple[Any, Packed | None]:

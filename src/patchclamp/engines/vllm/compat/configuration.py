@@ -260,6 +260,9 @@ def refused(vllm_config: VllmConfig) -> dict[str, str]:
          getattr(compilation_config.mode, "name", "") in ("STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE")
          and vllm_config.device_config.device_type != "cpu",
          "steps without programs would run taps; use VLLM_COMPILE (3, the default) or enforce_eager=True"),
+        ("batch-invariant mode (VLLM_BATCH_INVARIANT=1) on a CPU",
+         _is_batch_invariant() and vllm_config.device_config.device_type == "cpu",
+         "vLLM's kernels for it require a GPU, and stock vLLM stops in its first step: unset it"),
         ("breakable CUDA graphs (set VLLM_USE_BREAKABLE_CUDAGRAPH=0)",
          mode is not None and mode.name != "NONE" and _breakable(), "not supported yet: graphs are recorded in parts"),
     ]  # fmt: skip
@@ -387,6 +390,12 @@ def _refused_speculation(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
 def _above(config: Any, name: str, limit: int = 1) -> bool:
     """True if an option is above a limit. An option that is missing from a version counts as 0."""
     return (getattr(config, name, None) or 0) > limit
+
+
+def _is_batch_invariant() -> bool:
+    from vllm import envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 def _breakable() -> bool:

@@ -102,6 +102,17 @@ def check_alone(vllm_config: VllmConfig, others: bool) -> None:
         )
 
 
+def check_weights(scheduler: Scheduler, updates: int) -> None:
+    """Raise `EngineError` for a program beside a connector once the model's weights were updated. A connector's keys do
+    not include the weights, so a plain request may load old keys and values into blocks that programs then reuse."""
+    if scheduler.connector is not None and updates:
+        raise EngineError(
+            "programs are not supported beside a KV connector once the model's weights may have been updated in place, "
+            "because its keys and values may be of the old ones: start the engine again, with an empty store, or serve "
+            "without a connector", "kv_transfer_config",
+        )  # fmt: skip
+
+
 def check_transfer(scheduler: Scheduler, request: Request) -> None:
     """Raise `ProgramError` for a program on a request that sends or receives keys and values."""
     if scheduler.connector is not None and request.kv_transfer_params:

@@ -8,6 +8,7 @@ if all edits up to its end are the same, and never at captured positions.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -296,7 +297,7 @@ class _Admitting:
     def add(self, request: Request) -> None:
         """Add a request to the scheduler if its program fits. Never raises: an error would end the core."""
         given, updates = _given(request.sampling_params), self._follow()
-        if _weights_of(request) != updates:  # the weights were updated since the request was created
+        if updates and (request.mm_features or _weights_of(request) != updates):
             _key_again(request, updates)
         if given is None:
             self._add(request)
@@ -318,6 +319,7 @@ class _Admitting:
                 images.check_request(request, program.bound.prompt, self._core.vllm_config)
             _check_beside_drafts(self._core.vllm_config, request, program)
             connectors.check_transfer(self._scheduler, request)
+            connectors.check_weights(self._scheduler, updates)
             assert request.sampling_params is not None
             lora.check_prompt_logprobs(self._core.vllm_config, request.sampling_params.prompt_logprobs)
             if (request.sampling_params.extra_args or {}).get(WEIGHTS, 0) != updates:
@@ -565,8 +567,11 @@ class _Admitting:
 
 
 def _key_again(request: Request, updates: int) -> None:
-    """Recompute a request's block keys for new weights."""
+    """Recompute a request's block keys for new weights, and rename its images: vLLM caches their features by name."""
     vars(request)[WEIGHTS] = updates
+    request.mm_features = [
+        dataclasses.replace(each, identifier=f"{each.identifier} {updates}") for each in request.mm_features
+    ]
     request.block_hashes.clear()
     request.update_block_hashes()
 
