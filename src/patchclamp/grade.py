@@ -102,9 +102,9 @@ def bound_job(
 
 
 class _ByRequests:
-    """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs or a long answer, a
-    single request scores all tokens of an answer by prompt log-probabilities. Otherwise programs may reuse an unedited
-    run.
+    """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs or long answers,
+    a single request scores all tokens of an answer by prompt log-probabilities. Otherwise programs may reuse an
+    unedited run.
 
     questions: one per request: (suffix, tokens to score, number of top tokens, True if prompt log-probabilities are
         read)

@@ -18,6 +18,7 @@ import inspect
 import itertools
 import math
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
@@ -389,23 +390,37 @@ def _objectives(value: Any, path: str) -> tuple[Objective, ...]:
 
 
 PLAIN = (str, bytes, int, float, complex, slice, Site, types.NoneType, types.EllipsisType, types.BuiltinFunctionType)
+LIBRARIES = {*sys.stdlib_module_names, "msgspec", "patchclamp"}  # their classes are compared by name
 
 
 def _content(value: Any, path: str) -> Any:
-    """Return a value's content, for a journal's key. For a function: its code, defaults and closure, without module
-    globals. Raises `ProgramError` for an object with unknown contents."""
+    """Return a value's content, for a journal's key. For a function: its code, defaults, attributes and closure; for a
+    class: its methods and attributes; both without module globals. Raises `ProgramError` for an object with unknown
+    contents, `RecursionError` for one that contains itself."""
     if isinstance(value, functools.partial):
         value = [value.func, value.args, value.keywords]
-    elif inspect.isfunction(value):
-        bound = {name: of for name, of in inspect.getclosurevars(value).nonlocals.items() if of is not value}
-        value = [value.__code__, value.__defaults__, value.__kwdefaults__, bound]
+    elif isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    elif isinstance(value, property):
+        value = value.fget
+    if inspect.isfunction(value):
+        bound = inspect.getclosurevars(value).nonlocals.items()
+        enclosing = {name: of for name, of in bound if of is not value and name != "__class__"}  # of `super()`
+        value = [value.__code__, value.__defaults__, value.__kwdefaults__, vars(value), enclosing]
     elif isinstance(value, types.CodeType):
         value = [value.co_code, value.co_consts, value.co_names]
     elif isinstance(value, type):
-        methods = [of.__code__ for base in value.__mro__ for of in vars(base).values() if inspect.isfunction(of)]
-        value = [value.__qualname__, methods]
+        own = [base for base in value.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
+        # other double-underscore names, and the descriptors of fields, are made by Python and msgspec
+        attributes = [item for base in own for item in vars(base).items() if inspect.isfunction(item[1])
+                      or not (item[0].startswith("__") or isinstance(item[1], types.MemberDescriptorType))]  # fmt: skip
+        value = [[base.__qualname__ for base in value.__mro__], attributes]
     elif isinstance(value, msgspec.Struct) and not isinstance(value, Site):
-        value = [type(value), msgspec.structs.asdict(value)]
+        others = {name: of for name, of in getattr(value, "__dict__", {}).items()
+                  if not isinstance(getattr(type(value), name, None), functools.cached_property)}  # fmt: skip
+        value = [type(value), msgspec.structs.asdict(value), others]
     if isinstance(value, Mapping):
         value = list(value.items())
     if isinstance(value, (list, tuple, range, set, frozenset)):
@@ -552,7 +567,11 @@ class Search(Study):
         drawn: list[dict[str, Any]] = []
         question = {name: of for name, of in self.to_dict().items() if name != "trials"}
         if resume is not None:
-            question["content"] = [_content(one, f"objectives[{i}]") for i, one in enumerate(objectives)]
+            try:
+                question["content"] = [_content(one, f"objectives[{i}]") for i, one in enumerate(objectives)]
+            except RecursionError:
+                message = "cannot resume with functions or classes that refer to themselves: omit resume="
+                raise ProgramError(message, "objectives") from None
         known: dict[Program, tuple[list[float], str]] = {}  # values and error: equal trials are measured once
         with (
             keeping(lm, question, resume) as journal,
