@@ -239,3 +239,6 @@ def test_what_is_refused_names_its_place(call, path):
     with pytest.raises(PatchclampError) as caught:
         call()
     assert caught.value.path == path
+    (lambda: pc.studies.search(LM, CHOICES, OBJECTIVES[1], sampler=optuna.samplers.BruteForceSampler(), trials=9), "sampler"),
+    (lambda: pc.studies.search(LM, SPACE, AnswerScore(prompts=PROMPTS, answer=" a", metric="logprob", foil=" b")), "foil"),
+    (lambda: pc.studies.search(LM, SPACE, AnswerScore(prompts=PROMPTS, answer=" a", metric="prob", foil=[" b"] * 3)), "foil"),
