@@ -250,6 +250,25 @@ def test_the_settings_of_a_trial_make_its_program_again(lm, tmp_path):
     assert Space(scaled, SETTINGS).made({"factor": 9.0}) == pc.Program.of(scaled(9.0))  # any other value, as it is
 
 
+def test_iterators_are_read_once_and_kept(lm):
+    plain = [
+        KLDivergence(prompts=PROMPTS), judged(closed(1.0)), RefusalRate(prompts=PROMPTS, patterns=["a", "e"], max_tokens=2),
+        pc.studies.AnswerScore(prompts=PROMPTS, answer=[5, 6], foil=[7, 8]),
+    ]  # fmt: skip
+    once = [
+        KLDivergence(prompts=iter(PROMPTS)), TextScore(prompts=iter(PROMPTS), judge=closed(1.0), max_tokens=1),
+        RefusalRate(prompts=iter(PROMPTS), patterns=(letter for letter in "ae"), max_tokens=2),
+        pc.studies.AnswerScore(prompts=iter(PROMPTS), answer=iter([5, 6]), foil=iter([7, 8])),
+    ]  # fmt: skip
+    wanted, found, again = (
+        Search(space=Space(scaled, SETTINGS), objectives=each, sampler="grid", per_round=2).run(lm).values
+        for each in (plain, once, once)
+    )
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(again, wanted)
+    assert (np.ptp(wanted, 0) > 0).sum() >= 2
+
+
 def test_names_of_settings_are_distinct():
     with pytest.raises(pc.ProgramError) as raised:
         Space(scaled, {1: [1.0], "1": [2.0]})

@@ -99,6 +99,16 @@ def test_the_likelihoods_of_all_last_tokens_add_up(lm):
     assert len(set(rows[:, 0])) == 1
 
 
+def test_iterators_are_read_once(lm):
+    prompts, answers, edits = ["a b", "c d e"], [" a", " b"], [pc.Add(VECTOR, at=pc.resid_post[0]), pc.Scale(2.0, pc.mlp_out[1])]
+    wanted = lm.loglikelihood(prompts, answers, edits=edits)
+    assert lm.loglikelihood(prompts, iter(answers), edits=iter(edits)) == wanted
+    assert not np.isclose(wanted, lm.loglikelihood(prompts, answers)).any()
+    several = lm.loglikelihood("a b", answers, edits=edits)
+    assert lm.loglikelihood("a b", (each for each in answers), edits=edits) == several
+    assert lm.loglikelihood(prompts, (iter(answers) for _ in prompts))[0] == lm.loglikelihood("a b", answers)
+
+
 def test_no_run_is_left(lm):
     before = lm.engine.status()["runs"]
     forced_logprobs(lm, [Forced((5, 6), (7, 8, 9))])

@@ -133,6 +133,11 @@ def as_items(items: Any, path: str) -> list[Any]:
     return list(items)
 
 
+def as_kept(value: Any) -> Any:
+    """Copy a list or an iterator, which its owner may change or the first use would use up; return others unchanged."""
+    return list(value) if isinstance(value, (list, Iterator)) else value
+
+
 def as_file(path: Any, name: str | None = None) -> Any:
     """Return a path unchanged. Raises `ProgramError`, with the argument's `name`, if it is not a valid path."""
     try:

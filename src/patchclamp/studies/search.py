@@ -31,7 +31,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.grade import read_program
 from patchclamp.language import Program, Site
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.values import as_items
+from patchclamp.language.values import as_items, as_kept
 from patchclamp.lm import LM
 from patchclamp.plots import Scatter, style
 from patchclamp.run import Run
@@ -173,6 +173,8 @@ class Objective(PublicStruct, frozen=True, kw_only=True):
     name: str = ""
 
     def __post_init__(self) -> None:
+        for name in self.__struct_fields__:  # an iterator would be used up by the first round
+            msgspec.structs.force_setattr(self, name, as_kept(getattr(self, name)))
         if self.goal not in get_args(Goal):
             raise unknown("goal", str(self.goal), get_args(Goal), "goal")
 

@@ -43,7 +43,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.grade import UNDER_WAY, Pace
 from patchclamp.language import Program, Site
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.values import as_array, as_file, as_plain, check_dense
+from patchclamp.language.values import as_array, as_file, as_kept, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.plots import Picture, save_page, save_picture
 from patchclamp.plots.style import ran_on, titled
@@ -339,8 +339,7 @@ class StudyField(NamedTuple):
             check_dense(given, self.name)
         if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
             given = as_plain(given, self.name)
-        if isinstance(given, (list, Iterator)):
-            given = list(given)  # neither used up by the first run, nor changed by its owner
+        given = as_kept(given)
         if given is None and (self.default is None or type(None) in get_args(self.kind)):
             return None
         kinds = self.kind, *get_args(self.kind)
