@@ -433,7 +433,8 @@ def _content(value: Any, path: str) -> Any:
                        "function of plain values, or omit resume=", path)  # fmt: skip
 
 
-NOT_BY_NAME = ("BaseSampler", "GridSampler", "PartialFixedSampler")  # samplers of Optuna that need more than a seed
+# Optuna's, not by name: ours are "random" and "grid", which is also brute force; the last needs more than a seed
+OTHERS = ("RandomSampler", "GridSampler", "BruteForceSampler", "PartialFixedSampler")
 
 
 class RandomSampler:
@@ -479,7 +480,7 @@ class OptunaSampler:
         optuna = style.need("optuna", "'patchclamp[search]'")
         if isinstance(sampler, str):
             kinds = {name.removesuffix("Sampler").lower(): kind for name, kind in vars(optuna.samplers).items()
-                     if name.endswith("Sampler") and name not in NOT_BY_NAME}  # fmt: skip
+                     if name.endswith("Sampler") and name not in OTHERS and not inspect.isabstract(kind)}  # fmt: skip
             if sampler not in kinds:
                 raise unknown("sampler", sampler, ("random", "grid", *kinds), "sampler")
             # TPE assumes the worst of a round's pending trials, which spreads them out
@@ -505,10 +506,13 @@ class OptunaSampler:
 
     def tell(self, values: Sequence[Sequence[float]]) -> None:
         for trial, of in zip(self._asked, values, strict=True):
-            if np.isfinite(of).all():
-                self._study.tell(trial, list(of))
-            else:
-                self._study.tell(trial, state=self._failed)
+            try:
+                if np.isfinite(of).all():
+                    self._study.tell(trial, list(of))
+                else:
+                    self._study.tell(trial, state=self._failed)
+            except RuntimeError as error:  # a sampler that ends the search by itself, such as Optuna's GridSampler
+                raise ProgramError(f"Optuna rejects this search: {error}", "sampler") from None
 
 
 class _Trial(msgspec.Struct, frozen=True):
