@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import (
     TYPE_CHECKING,

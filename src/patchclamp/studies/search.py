@@ -499,7 +499,7 @@ class OptunaSampler:
     def ask(self, count: int) -> list[dict[str, Any]]:
         try:
             self._asked = [self._study.ask(self._kinds) for _ in range(count)]
-        except ValueError as error:  # for example CMA-ES with several objectives
+        except (ValueError, ImportError) as error:  # for example CMA-ES with several objectives, or without its package
             raise ProgramError(f"Optuna rejects this search: {error}", "sampler") from None
         return [{name: of if isinstance(kind := self._parameters[name], Uniform) else kind[of]
                  for name, of in trial.params.items()} for trial in self._asked]  # fmt: skip

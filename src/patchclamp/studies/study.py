@@ -385,7 +385,7 @@ class Study:
         for name, field in fields.items():
             if name not in given and field.default is REQUIRED:
                 raise ProgramError(f"{type(self).__name__}() requires the argument {name}=", name)
-            object.__setattr__(self, name, field.value(given[name]) if name in given else field.default)
+            object.__setattr__(self, name, field.value(given.get(name, field.default)))
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is frozen: create another with {name}=")
@@ -441,7 +441,8 @@ class Study:
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data: its class and every field that is not the default."""
         plain = {name: plain_data(getattr(self, name)) for name in self.fields()}
-        given = {name: value for name, value in plain.items() if value != plain_data(self.fields()[name].default)}
+        given = {name: value for name, value in plain.items()
+                 if (field := self.fields()[name]).default is REQUIRED or value != plain_data(field.value(field.default))}  # fmt: skip
         return {"study": type(self).__name__, **given}
 
     @classmethod
