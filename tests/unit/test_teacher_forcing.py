@@ -100,7 +100,11 @@ def test_the_likelihoods_of_all_last_tokens_add_up(lm):
 
 
 def test_iterators_are_read_once(lm):
-    prompts, answers, edits = ["a b", "c d e"], [" a", " b"], [pc.Add(VECTOR, at=pc.resid_post[0]), pc.Scale(2.0, pc.mlp_out[1])]
+    prompts, answers, edits = (
+        ["a b", "c d e"],
+        [" a", " b"],
+        [pc.Add(VECTOR, at=pc.resid_post[0]), pc.Scale(2.0, pc.mlp_out[1])],
+    )
     wanted = lm.loglikelihood(prompts, answers, edits=edits)
     assert lm.loglikelihood(prompts, iter(answers), edits=iter(edits)) == wanted
     assert not np.isclose(wanted, lm.loglikelihood(prompts, answers)).any()

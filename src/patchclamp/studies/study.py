@@ -441,8 +441,9 @@ class Study:
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data: its class and every field that is not the default."""
         plain = {name: plain_data(getattr(self, name)) for name in self.fields()}
-        given = {name: value for name, value in plain.items()
-                 if (field := self.fields()[name]).default is REQUIRED or value != plain_data(field.value(field.default))}  # fmt: skip
+        fields = {name: field for name, field in self.fields().items() if field.default is not REQUIRED}
+        defaults = {name: plain_data(field.value(field.default)) for name, field in fields.items()}
+        given = {name: value for name, value in plain.items() if name not in defaults or value != defaults[name]}
         return {"study": type(self).__name__, **given}
 
     @classmethod
