@@ -85,7 +85,7 @@ def test_every_named_sampler_runs_or_says_why_not():
     if importlib.util.find_spec("cmaes") is None:
         listed.remove("cmaes")
         with pytest.raises(ProgramError) as refused:
-            pc.studies.search(LM, SPACE, OBJECTIVES[1], sampler="cmaes", trials=4)
+            pc.studies.search(LM, SPACE, OBJECTIVES[1], sampler="cmaes", trials=6, per_round=2)
         assert refused.value.path == "sampler"
     for sampler in listed:
         result = pc.studies.search(LM, CHOICES, OBJECTIVES[1], sampler=sampler, trials=4)
