@@ -31,7 +31,7 @@ from patchclamp.store.named import SourceRun
 
 AT_ONCE = 512  # requests per batch
 FULL_BYTES = 1 << 28  # of full distributions that are captured at a time
-LONG = 8  # tokens of an answer but its last: a request for each would cost more than an unedited run saves
+LONG = 4  # tokens of an answer before its last: a request for each takes longer than an unedited run saves
 UNDER_WAY = 2  # batches in flight
 BATCH_S = 2.0  # target time of a batch; short, because a killed process loses the batches in flight
 FIRST, GROWTH = 4, 4  # items of the first batch; largest growth factor from one batch to the next
