@@ -65,7 +65,8 @@ def test_a_chat_has_the_text_as_given():
     """Its outer spaces and line breaks, too, and a delimiter before the choice."""
     sample = {"prompt": " Name a city.\n\n", "choices": ["a", "b c"], "answer": 1}
     result, stripped = (
-        pc.studies.evaluate(LM, [sample | {"prompt": text}], [None], chat=True) for text in (sample["prompt"], "Name a city.")
+        pc.studies.evaluate(LM, [sample | {"prompt": text}], [None], chat=True)
+        for text in (sample["prompt"], "Name a city.")
     )
     ids = LM.tokens(messages=[{"role": "user", "content": sample["prompt"]}])
     assert result.values[2, 0, 0] == pytest.approx(LM.loglikelihood(ids, "b c"), abs=1e-4)
