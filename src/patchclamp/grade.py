@@ -31,6 +31,7 @@ from patchclamp.store.named import SourceRun
 
 AT_ONCE = 512  # requests per batch
 FULL_BYTES = 1 << 28  # of full distributions that are captured at a time
+LONG = 4  # tokens of an answer before its last: a request for each takes longer than an unedited run saves
 UNDER_WAY = 2  # batches in flight
 BATCH_S = 2.0  # target time of a batch; short, because a killed process loses the batches in flight
 FIRST, GROWTH = 4, 4  # items of the first batch; largest growth factor from one batch to the next
@@ -101,8 +102,9 @@ def bound_job(
 
 
 class _ByRequests:
-    """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs, a single request
-    scores all tokens of an answer by prompt log-probabilities. Many programs may reuse an unedited run instead.
+    """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs or long answers,
+    a single request scores all tokens of an answer by prompt log-probabilities. Otherwise programs may reuse an
+    unedited run.
 
     questions: one per request: (suffix, tokens to score, number of top tokens, True if prompt log-probabilities are
         read)
@@ -110,7 +112,9 @@ class _ByRequests:
 
     def __init__(self, engine: Engine, job: GradeJob, table: GradeTable) -> None:
         self._engine, self.job, self.table = engine, job, table
-        reads_prompts = job.count < MIN_SHARED and LENS not in engine.sites.withdrawn and not _edits_logits(engine, job)
+        is_long = max(map(len, job.suffixes)) >= LONG
+        reads_prompts = (job.count < MIN_SHARED or is_long) and LENS not in engine.sites.withdrawn
+        reads_prompts = reads_prompts and not _edits_logits(engine, job)
         self._scored: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # (score, token) pairs, by suffix before them
         if job.kl:  # the first question is the prompt's own next token
             self._scored[()] = []

@@ -67,7 +67,7 @@ from patchclamp.language.ops import Scale
 from patchclamp.language.probes import activated
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import DERIVED, is_stacked, parse_site
-from patchclamp.language.values import as_flag, as_items, as_plain
+from patchclamp.language.values import as_flag, as_items, as_kept, as_plain
 from patchclamp.plan.bind import Bindings
 from patchclamp.plan.bound import of_sample
 from patchclamp.plan.prompt import Prompt
@@ -365,7 +365,8 @@ class LM:
         All continuations are graded together (`grade`). Prompt and continuation are tokenised separately.
         """
         prompts, listed = self._prompts(prompt, None, None)
-        continuations = as_items(continuation, "continuation") if listed else [continuation]
+        continuation, edits = as_kept(continuation), as_kept(edits)
+        continuations = [as_kept(one) for one in as_items(continuation, "continuation")] if listed else [continuation]
         if len(continuations) != len(prompts):
             raise ProgramError(f"expected one continuation per prompt, for {len(prompts)} prompts", "continuation")
         bindings = self.bindings()

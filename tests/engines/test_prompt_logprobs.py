@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import patchclamp as pc
+from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 from patchclamp.testing import FakeEngine
 
 from ..reference.hooks import PlainModel
@@ -141,6 +142,51 @@ def test_a_continuation_takes_one_request(narrow, hooked, monkeypatch):
             rows = (factor * expected(hooked, ids + choice, vector)).log_softmax(-1)
             wanted = rows[range(len(ids) - 1, len(ids) + len(choice) - 1), choice].sum()
             assert value == pytest.approx(float(wanted), abs=1e-4)
+
+
+@over_engines
+def test_edits_after_the_last_layer(lm, hooked):
+    """Of the normed stream and of logits: log-probabilities and KL divergences are those of rows edited by hand."""
+    ids, answer = PROMPTS[0][:20], [5, 9, 600, 31, 7, 9, 12, 80, 44, 3]  # long enough for one request per program
+    rows = rng.standard_normal(lm.model.d_model).astype(np.float32), 5 * np.eye(lm.model.d_vocab)[9].astype(np.float32)
+    with torch.no_grad():
+        normed = hooked.net.model(torch.tensor([ids + answer[:-1]])).last_hidden_state[0, len(ids) - 1 :]
+        head = hooked.net.lm_head
+        wanted = {
+            pc.Add(rows[0], pc.final_norm): head(normed + torch.tensor(rows[0])),
+            pc.Scale(0.2, pc.final_norm, pc.generated): head(normed * torch.tensor([1.0] + [0.2] * 9)[:, None]),
+            pc.Add(rows[1], pc.logits): head(normed) + torch.tensor(rows[1]),
+            pc.Scale(0.2, pc.logits, pc.generated): head(normed) * torch.tensor([1.0] + [0.2] * 9)[:, None],
+            pc.Scale(0.0, pc.logits): 0 * head(normed),
+            pc.Use("banned"): 0.2 * head(normed),
+        }
+        plain = head(normed)[0].log_softmax(-1)
+    lm.bank["banned"] = [pc.Scale(0.2, pc.logits)]
+    forced = forced_logprobs(lm, [Forced(tuple(ids), tuple(answer), (edit,)) for edit in wanted])
+    grades = lm.grade(ids, list(wanted), score=[answer], kl=True)
+    for i, (edit, logits) in enumerate(wanted.items()):
+        each = logits.log_softmax(-1)[range(len(answer)), answer]
+        np.testing.assert_allclose(forced[i], each, atol=1e-4, err_msg=str(edit))
+        assert lm.loglikelihood(ids, answer, edits=edit) == pytest.approx(float(each.sum()), abs=1e-3)
+        assert grades.logprobs[i, 0] == pytest.approx(float(each.sum()), abs=1e-3)
+        divergence = (plain.exp() * (plain - logits[0].log_softmax(-1))).sum()
+        assert grades.kl[i] == pytest.approx(float(divergence), abs=1e-4)
+    assert (np.diff(np.sort([row.sum() for row in forced])) > 0.1).sum() >= 4
+
+
+@over_engines
+def test_other_positions_of_a_program_are_those_of_its_prompt(lm):
+    """The keys of a knockout, and rows of the same run."""
+    ids, answer = PROMPTS[0][:20], PROMPTS[2][:4]
+    for edit, fixed in (
+        (pc.Knockout(pc.prompt[-1], pc.pattern[LAYER], pc.generated), pc.Knockout(pc.every[19], pc.pattern[LAYER], pc.every[20:])),
+        (pc.Replace(pc.SameRun(pc.resid_post[1], pc.prompt[-1]), pc.resid_post[LAYER], pc.generated),
+         pc.Replace(pc.SameRun(pc.resid_post[1], pc.every[19]), pc.resid_post[LAYER], pc.every[20:])),
+    ):  # fmt: skip
+        [row] = forced_logprobs(lm, [Forced(tuple(ids), tuple(answer), (edit,))])
+        edited, plain = lm.run([ids + answer] * 2, max_tokens=1, edits=[[fixed], []], prompt_logprobs=True)
+        np.testing.assert_allclose(row, edited.prompt_logprobs[20:], atol=1e-4)
+        assert np.abs(row - plain.prompt_logprobs[20:])[1:].max() > 1e-3
 
 
 @pytest.mark.parametrize("chunk", [None, 3])

@@ -199,6 +199,25 @@ def test_an_ablation_sweep_needs_no_gradients(lm, plain, name):
     assert np.abs(exact).max() > 0.05
 
 
+@pytest.mark.parametrize("study", [
+    "attention_edges", "attention_rollout", "attribution_patching", "edge_attribution", "edge_sweep",
+    "evaluate_sae", "feature_attribution", "fit_probe", "head_scores", "top_contexts",
+])  # fmt: skip
+def test_studies_of_attention_gradients_and_files_run_with_their_required_arguments(narrow, tmp_path, study):
+    """As the others do on the fake engine."""
+    lm, ids = narrow.get("transformers", "float32"), [5, 6, 7]
+    pair, sae = {"clean": ids, "corrupt": [5, 8, 7], "answer": 5, "foil": 9}, SAES["standard"]
+    given = {
+        "attention_edges": {"prompt": ids}, "attention_rollout": {"prompt": ids}, "attribution_patching": pair,
+        "edge_attribution": pair, "edge_sweep": {"prompt": ids, "answer": 5, "foil": 9}, "head_scores": {},
+        "evaluate_sae": {"sae": sae, "prompts": [ids]}, "feature_attribution": {"sae": sae, "prompt": ids, "answer": 5, "foil": 9},
+        "fit_probe": {"prompts": [[i, i + 1] for i in range(20)], "labels": [0, 1] * 10},
+        "top_contexts": {"sae": sae, "documents": [ids, ids], "folder": tmp_path / "harvest"},
+    }  # fmt: skip
+    result = getattr(pc.studies, study)(lm, **given[study])
+    assert result.config.keys() <= {"study", *given[study]}
+
+
 def test_an_identity_recovers_all(lm):
     eye = np.eye(D, dtype=np.float32)
     both = np.concatenate([eye, -eye])

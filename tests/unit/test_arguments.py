@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
+from patchclamp.studies.study import REQUIRED
 
 LM = pc.LM("fake", prove=False)
 IDS = [5, 6, 7]
@@ -50,6 +51,38 @@ def test_what_is_no_lm_is_refused_by_every_study(study, wrong):
     with pytest.raises(pc.ProgramError) as caught:
         getattr(pc.studies, study)(wrong, **STUDIES[study])
     assert caught.value.path == "lm"
+
+
+# the fake engine has no attention and no gradients, and `STUDIES` no files, SAEs or enough prompts for these
+UNAVAILABLE = {
+    "adapter_features", "attention_edges", "attention_rollout", "attribution_patching", "edge_attribution", "edge_sweep",
+    "evaluate_sae", "feature_attribution", "fit_probe", "head_scores", "steering_vectors", "strength_curve", "top_contexts",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_study_runs_with_its_required_arguments(study, tmp_path):
+    required = {name: str(tmp_path / name) if name == "folder" else of for name, of in STUDIES[study].items()}
+    try:
+        result = getattr(pc.studies, study)(LM, **required)
+    except pc.PatchclampError:
+        assert study in UNAVAILABLE
+    else:
+        assert result.config.keys() == {"study", *required}
+        assert study not in UNAVAILABLE
+
+
+@pytest.mark.parametrize("kind", pc.studies.STUDIES.values())
+def test_defaults_are_read_as_arguments_are(kind):
+    given = {"samples": STUDIES["evaluate"]["samples"], **STUDIES["search"], "labels": [0, 1], "sae": "name", "lora": "a",
+             "answer": 5, "subject": 1}  # fmt: skip
+    required = {name: given.get(name, IDS) for name, field in kind.fields().items() if field.default is REQUIRED}
+    study = kind(**required)
+    optional = {name: field.default for name, field in kind.fields().items() if name not in required}
+    assert study.to_dict().keys() == {"study", *required}
+    assert kind(**required, **optional) == study
+    for name in optional:
+        assert type(getattr(study, name)) is type(getattr(kind(**required, **optional), name))
 
 
 @pytest.mark.parametrize(

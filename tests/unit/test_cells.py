@@ -350,7 +350,7 @@ PROMPTS = dict(prompt=[CLEAN, "A Eiffel is on the"], answer=7, foil=9)
 OF_SEVERAL = [
     (patch_sweep, PAIRS),
     (ablation_sweep, PROMPTS),
-    (causal_trace, PROMPTS | dict(subject="Eiffel", seeds=2, layers="0:2")),
+    (causal_trace, PROMPTS | dict(foil=None, subject="Eiffel", seeds=2, layers="0:2")),
     (path_patch, STUDIES["paths of pairs"]),
 ]
 
@@ -766,7 +766,7 @@ class TestMatch:
         match = pc.studies.Match(clean=1, corrupt=1)
         for study, rest in ((ablation_sweep, {}), (causal_trace, {"subject": pc.prompt[1]})):
             with pytest.raises(pc.ProgramError, match=r"^positions\[0\]: .*Match"):
-                study(lm, prompt=self.LONG, answer=7, foil=9, positions=[match], **rest)
+                study(lm, prompt=self.LONG, answer=7, metric="prob", positions=[match], **rest)
 
 
 PATHS = dict(clean=[1, 2, 3, 4], corrupt=[1, 12, 13, 4], answer=7, foil=9)

@@ -335,7 +335,7 @@ class TestSweep:
         assert asked == {
             "lm": (("org/model", "vllm"), {"prove": True, "dtype": "float32", "seed": 1}),
             "study": {
-                "clean": "a", "corrupt": "b", "answer": "c", "foil": None, "sites": ("resid_pre",), "layers": "3",
+                "clean": "a", "corrupt": "b", "answer": "c", "foil": None, "sites": ["resid_pre"], "layers": "3",
                 "positions": [-1, 'span("x")'], "metric": "logprob", "direction": "noising", "group": 2, "window": 3,
                 "source": MeanOf(["one", "two"], "prompt[1:]"), "alpha": 0.5, "mask": "m", "zoom": 4, "seed": 5,
                 "batch": 9, "resume": tmp_path / "j",

@@ -59,7 +59,7 @@ def test_a_journal_keeps_log_probabilities_and_a_changed_function_uses_them(lm, 
     monkeypatch.setattr(lm.engine, "submit", lambda requests: pytest.fail("computed again"))
     again = pc.studies.patch_sweep(lm, **asked, metric=Metric(lambda p: 2 * p.answer, top=3, name="mine"))
     monkeypatch.undo()
-    expected = pc.studies.patch_sweep(lm, **asked | {"resume": None}, metric="logprob")
+    expected = pc.studies.patch_sweep(lm, **asked | {"resume": None, "foil": None}, metric="logprob")
     np.testing.assert_allclose(again.values, 2 * expected.values, rtol=1e-12)
 
 

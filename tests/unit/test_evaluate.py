@@ -7,8 +7,10 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import patchclamp as pc
+from patchclamp.cli.study_commands import app
 from patchclamp.errors import PatchclampError, ProgramError
 
 LM = pc.LM("fake", prove=False)
@@ -41,6 +43,34 @@ def test_scores_are_those_of_each_run(chat):
             by_length = [each / len(text) for each, text in zip(logprobs, sample["choices"], strict=True)]
             assert result.values[1, v, n] == (np.argmax(by_length) == right)
     assert (result.values[2, 0] != result.values[2, 1]).any()
+
+
+def test_by_default_the_unedited_model_is_scored(tmp_path):
+    """In the short form, as a study, and on the command line."""
+    whole = pc.studies.evaluate(LM, SAMPLES, [None])
+    study = pc.studies.Evaluate(samples=SAMPLES)
+    file, table = tmp_path / "samples.jsonl", tmp_path / "result.safetensors"
+    file.write_text("\n".join(map(json.dumps, SAMPLES)))
+    command = ["evaluate", "fake", "--engine", "fake", "--samples", str(file), "--save", str(table)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    for result in (pc.studies.evaluate(LM, SAMPLES), study.run(LM), pc.studies.load(table)):
+        assert result.variants == ("unedited",)
+        assert np.array_equal(result.values, whole.values)
+        assert np.isfinite(result.values).all()
+    assert "variants" not in study.to_dict()
+    assert study == pc.studies.Evaluate(samples=SAMPLES, variants=[None])
+
+
+def test_a_chat_has_the_text_as_given():
+    """Its outer spaces and line breaks, too, and a delimiter before the choice."""
+    sample = {"prompt": " Name a city.\n\n", "choices": ["a", "b c"], "answer": 1}
+    result, stripped = (
+        pc.studies.evaluate(LM, [sample | {"prompt": text}], [None], chat=True)
+        for text in (sample["prompt"], "Name a city.")
+    )
+    ids = LM.tokens(messages=[{"role": "user", "content": sample["prompt"]}])
+    assert result.values[2, 0, 0] == pytest.approx(LM.loglikelihood(ids, "b c"), abs=1e-4)
+    assert result.values[2, 0, 0] != stripped.values[2, 0, 0]
 
 
 def test_intervals_are_of_paired_differences():

@@ -42,7 +42,7 @@ def test_a_cell_is_the_run_with_the_short_form_of_fuzzing(lm, sweep):
         assert sweep.refused[p, l, s] == ("cat" in fuzzed.text)
         graded = [lm.run([*plain.prompt_token_ids, *answer.token_ids[:i]], max_tokens=1, score=[token]).scores[token]
                   for i, token in enumerate(answer.token_ids)]  # fmt: skip
-        assert sweep.perplexity[p, l, s] == pytest.approx(np.exp(-np.mean(graded)), rel=1e-12)
+        assert sweep.perplexity[p, l, s] == pytest.approx(np.exp(-np.mean(graded)), rel=1e-6)
     assert 0 < sweep.exact.mean() < 1
     assert (sweep.kl[:, 0] == 0).all()
     assert sweep.noise_floor == 0.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 
 import numpy as np
+import optuna
 import pytest
 
 import patchclamp as pc
@@ -34,6 +36,7 @@ def letters(prompt: str, text: str) -> int:
 
 
 SPACE = Space(edits, {"layer": range(2), "strength": Uniform(-1, 1)})
+CHOICES = Space(edits, {"layer": range(2), "strength": [0.5, 1.0]})
 OBJECTIVES = [
     AnswerScore(prompts=PROMPTS, answer=[" a", " b c", " d"], foil=" e f"), KLDivergence(prompts=PROMPTS),
     TextScore(prompts=PROMPTS, judge=letters, max_tokens=5), RefusalRate(prompts=PROMPTS, patterns=["[aeiou]"]),
@@ -70,6 +73,26 @@ def test_values_are_those_of_single_runs_and_a_seed_gives_the_same_trials(sample
     assert pc.studies.search(LM, SPACE, OBJECTIVES, seed=4, **how).settings != result.settings
 
 
+NAMES = ["random", "grid", "cmaes", "gp", "nsgaiii", "qmc", "tpe", "nsgaii"]
+
+
+def test_every_named_sampler_runs_or_says_why_not():
+    with pytest.raises(pc.UnknownName) as caught:
+        pc.studies.search(LM, CHOICES, OBJECTIVES[1], sampler="best")
+    listed = str(caught.value).partition("available: ")[2].split(", ")
+    assert listed == sorted(set(listed), key=listed.index)
+    assert sorted(listed) == sorted(NAMES)
+    if importlib.util.find_spec("cmaes") is None:
+        listed.remove("cmaes")
+        with pytest.raises(ProgramError) as refused:
+            pc.studies.search(LM, SPACE, OBJECTIVES[1], sampler="cmaes", trials=6, per_round=2)
+        assert refused.value.path == "sampler"
+    for sampler in listed:
+        result = pc.studies.search(LM, CHOICES, OBJECTIVES[1], sampler=sampler, trials=4)
+        for settings, values in zip(result.settings, result.values, strict=True):
+            np.testing.assert_allclose(values, measured(edits(**settings))[1], atol=1e-5)
+
+
 class Distance(Objective, frozen=True, kw_only=True):
     """Your own objective: the distance of a program's strength from 1."""
 
@@ -90,8 +113,6 @@ def test_optuna_learns_from_the_rounds_before():
 
 
 def test_an_optuna_sampler_may_be_given():
-    import optuna
-
     sampler = optuna.samplers.RandomSampler(seed=1)
     result = pc.studies.search(LM, SPACE, KLDivergence(prompts=PROMPTS), sampler=sampler, trials=4)
     assert len(result.settings) == 4
@@ -228,7 +249,11 @@ def test_pictures_and_files(tmp_path):
     (lambda: pc.studies.search(LM, SPACE, KLDivergence(prompts=PROMPTS), sampler="best"), "sampler"),
     (lambda: pc.studies.search(LM, SPACE, KLDivergence(prompts=PROMPTS), sampler=3), "sampler"),
     (lambda: pc.studies.search(LM, SPACE, OBJECTIVES, sampler="cmaes", trials=2), "sampler"),
+    (lambda: pc.studies.search(LM, SPACE, OBJECTIVES[1], sampler="basega", trials=2), "sampler"),
     (lambda: pc.studies.search(LM, SPACE, OBJECTIVES[1], sampler="bruteforce", trials=2), "sampler"),
+    (lambda: pc.studies.search(LM, CHOICES, OBJECTIVES[1], sampler=optuna.samplers.BruteForceSampler(), trials=9), "sampler"),
+    (lambda: pc.studies.search(LM, SPACE, AnswerScore(prompts=PROMPTS, answer=" a", metric="logprob", foil=" b")), "foil"),
+    (lambda: pc.studies.search(LM, SPACE, AnswerScore(prompts=PROMPTS, answer=" a", metric="prob", foil=[" b"] * 3)), "foil"),
     (lambda: pc.studies.search(LM, SPACE, AnswerScore(prompts=PROMPTS, answer=" a", metric="recovered")), "metric"),
     (lambda: pc.studies.search(LM, Space(lambda x: [pc.resid_post], {"x": [1]}), OBJECTIVES[1]), "space.program"),
     (lambda: pc.studies.search(LM, Space(lambda x: pc.Capture(pc.embed), {"x": [1]}), OBJECTIVES[1]), "space.program"),

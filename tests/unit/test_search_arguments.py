@@ -105,7 +105,59 @@ def metric(value):
     )
 
 
+def own_class(value, form):
+    """An objective's class that has the value as an attribute, in a property, or in the closure of a method."""
+
+    class Attribute(pc.studies.Objective, frozen=True, kw_only=True):
+        weight = value  # without an annotation: not a field
+        name: str = "own"
+
+        def measure(self, measured):
+            return np.full(len(measured.programs), self.weight)
+
+    class Attribute2(Attribute, frozen=True, kw_only=True):
+        pass
+
+    class Closure(pc.studies.Objective, frozen=True, kw_only=True):
+        name: str = "own"
+
+        def measure(self, measured):
+            return np.full(len(measured.programs), value)
+
+    class Property(Attribute, frozen=True, kw_only=True):
+        weight = property(lambda self: value)
+
+    class Static(Attribute, frozen=True, kw_only=True):
+        weight = 1.0
+        weigh = staticmethod(lambda: value)
+
+        def measure(self, measured):
+            return super().measure(measured) * self.weigh()
+
+    class Later(Attribute, frozen=True, kw_only=True, dict=True):
+        weight = 1.0
+
+        def measure(self, measured):
+            return super().measure(measured) * vars(self)["later"]
+
+    kinds = Attribute, Attribute2, Closure, Property, Static, Later
+    made = {of.__name__: of for of in kinds}[form](prompts=PROMPTS)
+    if form == "Later":
+        vars(made)["later"] = value
+    return made
+
+
+def marked(value):
+    def judge(prompt, text):
+        return judge.value
+
+    judge.value = value
+    return judge
+
+
 @pytest.mark.parametrize("objective", [
+    *(functools.partial(own_class, form=form) for form in ("Attribute", "Attribute2", "Closure", "Property", "Static", "Later")),
+    lambda value: judged(functools.partial(marked(value))),
     lambda value: judged(functools.partial(constant, value=value)),
     lambda value: judged(closed(value)),
     lambda value: judged([lambda prompt, text: 1.0, lambda prompt, text: 2.0][int(value) - 1]),
@@ -123,6 +175,19 @@ def test_values_of_functions_with_other_contents_are_not_resumed(lm, tmp_path, o
     with pytest.raises(pc.ProgramError) as raised:
         run(2.0, resume=file)
     assert raised.value.path == "resume"
+
+
+def test_an_objective_that_refers_to_itself_is_not_resumed(lm, tmp_path):
+    class Own(KLDivergence, frozen=True, kw_only=True):
+        def measure(self, measured):
+            assert isinstance(self, Own)
+            return super().measure(measured) * 0 + 1
+
+    search = Search(space=Space(scaled, SETTINGS), objectives=Own(prompts=PROMPTS), sampler="grid")
+    assert search.run(lm).values.tolist() == [[1.0]] * 3
+    with pytest.raises(pc.ProgramError) as raised:
+        search.run(lm, resume=tmp_path / "a.journal")
+    assert raised.value.path == "objectives"
 
 
 @pytest.mark.parametrize("judge", [
@@ -183,6 +248,25 @@ def test_the_settings_of_a_trial_make_its_program_again(lm, tmp_path):
         )
     assert raised.value.path == "settings['f']"
     assert Space(scaled, SETTINGS).made({"factor": 9.0}) == pc.Program.of(scaled(9.0))  # any other value, as it is
+
+
+def test_iterators_are_read_once_and_kept(lm):
+    plain = [
+        KLDivergence(prompts=PROMPTS), judged(closed(1.0)), RefusalRate(prompts=PROMPTS, patterns=["a", "e"], max_tokens=2),
+        pc.studies.AnswerScore(prompts=PROMPTS, answer=[5, 6], foil=[7, 8]),
+    ]  # fmt: skip
+    once = [
+        KLDivergence(prompts=iter(PROMPTS)), TextScore(prompts=iter(PROMPTS), judge=closed(1.0), max_tokens=1),
+        RefusalRate(prompts=iter(PROMPTS), patterns=(letter for letter in "ae"), max_tokens=2),
+        pc.studies.AnswerScore(prompts=iter(PROMPTS), answer=iter([5, 6]), foil=iter([7, 8])),
+    ]  # fmt: skip
+    wanted, found, again = (
+        Search(space=Space(scaled, SETTINGS), objectives=each, sampler="grid", per_round=2).run(lm).values
+        for each in (plain, once, once)
+    )
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(again, wanted)
+    assert (np.ptp(wanted, 0) > 0).sum() >= 2
 
 
 def test_names_of_settings_are_distinct():

@@ -27,6 +27,16 @@ def lm():
 # -- what results say
 
 
+@pytest.mark.parametrize("kind", [MeanOf, Resampled])
+def test_a_source_of_an_iterator_serves_several_sweeps(lm, kind):
+    prompts, asked = [CLEAN, CORRUPT], {"prompt": CLEAN, "answer": 7, "metric": "prob"}
+    once = kind(each for each in prompts)
+    wanted = ablation_sweep(lm, **asked, source=kind(prompts)).values
+    for _ in range(2):
+        np.testing.assert_array_equal(ablation_sweep(lm, **asked, source=once).values, wanted)
+    assert (wanted != ablation_sweep(lm, **asked).values).any()
+
+
 def test_results_say_what_was_patched_in(lm, tmp_path: Path):
     width = lm.sites.points[lm.sites.resolve(pc.Site("resid_pre", 0))[0].point].width
     mask = np.zeros(width, np.float32)

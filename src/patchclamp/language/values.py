@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import (
     TYPE_CHECKING,
@@ -131,6 +131,11 @@ def as_items(items: Any, path: str) -> list[Any]:
     if isinstance(items, unordered) or hasattr(items, "columns") or not isinstance(items, Iterable):
         raise ProgramError(f"expected a list, got {type(items).__name__} {items!r:.100}", path)
     return list(items)
+
+
+def as_kept(value: Any) -> Any:
+    """Copy a list or an iterator, which its owner may change or the first use would use up; return others unchanged."""
+    return list(value) if isinstance(value, (list, Iterator)) else value
 
 
 def as_file(path: Any, name: str | None = None) -> Any:

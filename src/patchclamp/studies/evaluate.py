@@ -237,8 +237,7 @@ class Evaluate(Study):
 def _tokens(lm: LM, prompt: str, text: str, chat: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Tokenise a prompt and its continuation jointly; spaces between them belong to the continuation. With `chat`,
     tokenise a user turn and, separately, the start of the reply."""
-    before = prompt.rstrip()
-    known = lm.tokens(messages=[{"role": "user", "content": before}]) if chat else lm.tokenizer.encode(before)
+    known = lm.tokens(messages=[{"role": "user", "content": prompt}]) if chat else lm.tokenizer.encode(prompt.rstrip())
     count, ids = len(known), known + lm.tokenizer.bare(text) if chat else lm.tokenizer.encode(prompt + text)
     if not 0 < count < len(ids):
         raise TokensError(f"expected tokens before {text!r} and in it, got {count} before and {len(ids) - count} in it")

@@ -18,6 +18,7 @@ import inspect
 import itertools
 import math
 import re
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
@@ -30,7 +31,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.grade import read_program
 from patchclamp.language import Program, Site
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.values import as_items
+from patchclamp.language.values import as_items, as_kept
 from patchclamp.lm import LM
 from patchclamp.plots import Scatter, style
 from patchclamp.run import Run
@@ -172,6 +173,8 @@ class Objective(PublicStruct, frozen=True, kw_only=True):
     name: str = ""
 
     def __post_init__(self) -> None:
+        for name in self.__struct_fields__:  # an iterator would be used up by the first round
+            msgspec.structs.force_setattr(self, name, as_kept(getattr(self, name)))
         if self.goal not in get_args(Goal):
             raise unknown("goal", str(self.goal), get_args(Goal), "goal")
 
@@ -389,23 +392,37 @@ def _objectives(value: Any, path: str) -> tuple[Objective, ...]:
 
 
 PLAIN = (str, bytes, int, float, complex, slice, Site, types.NoneType, types.EllipsisType, types.BuiltinFunctionType)
+LIBRARIES = {*sys.stdlib_module_names, "msgspec", "patchclamp"}  # their classes are compared by name
 
 
 def _content(value: Any, path: str) -> Any:
-    """Return a value's content, for a journal's key. For a function: its code, defaults and closure, without module
-    globals. Raises `ProgramError` for an object with unknown contents."""
+    """Return a value's content, for a journal's key. For a function: its code, defaults, attributes and closure; for a
+    class: its methods and attributes; both without module globals. Raises `ProgramError` for an object with unknown
+    contents, `RecursionError` for one that contains itself."""
     if isinstance(value, functools.partial):
         value = [value.func, value.args, value.keywords]
-    elif inspect.isfunction(value):
-        bound = {name: of for name, of in inspect.getclosurevars(value).nonlocals.items() if of is not value}
-        value = [value.__code__, value.__defaults__, value.__kwdefaults__, bound]
+    elif isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    elif isinstance(value, property):
+        value = value.fget
+    if inspect.isfunction(value):
+        bound = inspect.getclosurevars(value).nonlocals.items()
+        enclosing = {name: of for name, of in bound if of is not value and name != "__class__"}  # of `super()`
+        value = [value.__code__, value.__defaults__, value.__kwdefaults__, vars(value), enclosing]
     elif isinstance(value, types.CodeType):
         value = [value.co_code, value.co_consts, value.co_names]
     elif isinstance(value, type):
-        methods = [of.__code__ for base in value.__mro__ for of in vars(base).values() if inspect.isfunction(of)]
-        value = [value.__qualname__, methods]
+        own = [base for base in value.__mro__ if base.__module__.partition(".")[0] not in LIBRARIES]
+        # other double-underscore names, and the descriptors of fields, are made by Python and msgspec
+        attributes = [item for base in own for item in vars(base).items() if inspect.isfunction(item[1])
+                      or not (item[0].startswith("__") or isinstance(item[1], types.MemberDescriptorType))]  # fmt: skip
+        value = [[base.__qualname__ for base in value.__mro__], attributes]
     elif isinstance(value, msgspec.Struct) and not isinstance(value, Site):
-        value = [type(value), msgspec.structs.asdict(value)]
+        others = {name: of for name, of in getattr(value, "__dict__", {}).items()
+                  if not isinstance(getattr(type(value), name, None), functools.cached_property)}  # fmt: skip
+        value = [type(value), msgspec.structs.asdict(value), others]
     if isinstance(value, Mapping):
         value = list(value.items())
     if isinstance(value, (list, tuple, range, set, frozenset)):
@@ -416,7 +433,8 @@ def _content(value: Any, path: str) -> Any:
                        "function of plain values, or omit resume=", path)  # fmt: skip
 
 
-NOT_BY_NAME = ("BaseSampler", "GridSampler", "PartialFixedSampler")  # samplers of Optuna that need more than a seed
+# Optuna's, not by name: ours are "random" and "grid", which is also brute force; the last needs more than a seed
+OTHERS = ("RandomSampler", "GridSampler", "BruteForceSampler", "PartialFixedSampler")
 
 
 class RandomSampler:
@@ -462,7 +480,7 @@ class OptunaSampler:
         optuna = style.need("optuna", "'patchclamp[search]'")
         if isinstance(sampler, str):
             kinds = {name.removesuffix("Sampler").lower(): kind for name, kind in vars(optuna.samplers).items()
-                     if name.endswith("Sampler") and name not in NOT_BY_NAME}  # fmt: skip
+                     if name.endswith("Sampler") and name not in OTHERS and not inspect.isabstract(kind)}  # fmt: skip
             if sampler not in kinds:
                 raise unknown("sampler", sampler, ("random", "grid", *kinds), "sampler")
             # TPE assumes the worst of a round's pending trials, which spreads them out
@@ -481,17 +499,20 @@ class OptunaSampler:
     def ask(self, count: int) -> list[dict[str, Any]]:
         try:
             self._asked = [self._study.ask(self._kinds) for _ in range(count)]
-        except ValueError as error:  # for example CMA-ES with several objectives
+        except (ValueError, ImportError) as error:  # for example CMA-ES with several objectives, or without its package
             raise ProgramError(f"Optuna rejects this search: {error}", "sampler") from None
         return [{name: of if isinstance(kind := self._parameters[name], Uniform) else kind[of]
                  for name, of in trial.params.items()} for trial in self._asked]  # fmt: skip
 
     def tell(self, values: Sequence[Sequence[float]]) -> None:
         for trial, of in zip(self._asked, values, strict=True):
-            if np.isfinite(of).all():
-                self._study.tell(trial, list(of))
-            else:
-                self._study.tell(trial, state=self._failed)
+            try:
+                if np.isfinite(of).all():
+                    self._study.tell(trial, list(of))
+                else:
+                    self._study.tell(trial, state=self._failed)
+            except RuntimeError as error:  # a sampler that ends the search by itself, such as Optuna's GridSampler
+                raise ProgramError(f"Optuna rejects this search: {error}", "sampler") from None
 
 
 class _Trial(msgspec.Struct, frozen=True):
@@ -552,7 +573,11 @@ class Search(Study):
         drawn: list[dict[str, Any]] = []
         question = {name: of for name, of in self.to_dict().items() if name != "trials"}
         if resume is not None:
-            question["content"] = [_content(one, f"objectives[{i}]") for i, one in enumerate(objectives)]
+            try:
+                question["content"] = [_content(one, f"objectives[{i}]") for i, one in enumerate(objectives)]
+            except RecursionError:
+                message = "cannot resume with functions or classes that refer to themselves: omit resume="
+                raise ProgramError(message, "objectives") from None
         known: dict[Program, tuple[list[float], str]] = {}  # values and error: equal trials are measured once
         with (
             keeping(lm, question, resume) as journal,

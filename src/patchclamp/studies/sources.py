@@ -18,7 +18,7 @@ from patchclamp.language.ops import Zero
 from patchclamp.language.site import parse_site
 from patchclamp.language.structs import PublicStruct
 from patchclamp.language.tokens import Index, Positions, every
-from patchclamp.language.values import Converted, Named, as_flag, as_items, as_plain, check_name
+from patchclamp.language.values import Converted, Named, as_flag, as_items, as_kept, as_plain, check_name, field
 from patchclamp.lm import LM
 from patchclamp.plan.bound import pack_columns, position_ranges, run_key
 from patchclamp.plan.cells import CellRecords, PatchedPart, patched_cells
@@ -45,7 +45,7 @@ class MeanOf(Converted, frozen=True):
     Source: mean ablation, Wang et al. 2022 (arXiv:2211.00593), section 2.2.
     """
 
-    prompts: Sequence[Any]
+    prompts: Sequence[Any] = field(converter=as_kept)
     tokens: Any = None
     by_position: bool = False
 
@@ -57,7 +57,7 @@ class Resampled(Converted, frozen=True):
     Source: resample ablation, Chan et al. 2022, "Causal scrubbing" (Alignment Forum).
     """
 
-    prompts: Sequence[Any]
+    prompts: Sequence[Any] = field(converter=as_kept)
     seed: int = 0
     draws: int = 1
 

@@ -43,7 +43,7 @@ from patchclamp.errors import PatchclampError, ProgramError, unknown
 from patchclamp.grade import UNDER_WAY, Pace
 from patchclamp.language import Program, Site
 from patchclamp.language.structs import PublicStruct
-from patchclamp.language.values import as_array, as_file, as_plain, check_dense
+from patchclamp.language.values import as_array, as_file, as_kept, as_plain, check_dense
 from patchclamp.lm import LM
 from patchclamp.plots import Picture, save_page, save_picture
 from patchclamp.plots.style import ran_on, titled
@@ -339,8 +339,7 @@ class StudyField(NamedTuple):
             check_dense(given, self.name)
         if getattr(given, "shape", None) == ():  # a NumPy or torch scalar
             given = as_plain(given, self.name)
-        if isinstance(given, (list, Iterator)):
-            given = list(given)  # neither used up by the first run, nor changed by its owner
+        given = as_kept(given)
         if given is None and (self.default is None or type(None) in get_args(self.kind)):
             return None
         kinds = self.kind, *get_args(self.kind)
@@ -386,7 +385,7 @@ class Study:
         for name, field in fields.items():
             if name not in given and field.default is REQUIRED:
                 raise ProgramError(f"{type(self).__name__}() requires the argument {name}=", name)
-            object.__setattr__(self, name, field.value(given[name]) if name in given else field.default)
+            object.__setattr__(self, name, field.value(given.get(name, field.default)))
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is frozen: create another with {name}=")
@@ -442,7 +441,9 @@ class Study:
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data: its class and every field that is not the default."""
         plain = {name: plain_data(getattr(self, name)) for name in self.fields()}
-        given = {name: value for name, value in plain.items() if value != plain_data(self.fields()[name].default)}
+        fields = {name: field for name, field in self.fields().items() if field.default is not REQUIRED}
+        defaults = {name: plain_data(field.value(field.default)) for name, field in fields.items()}
+        given = {name: value for name, value in plain.items() if name not in defaults or value != defaults[name]}
         return {"study": type(self).__name__, **given}
 
     @classmethod
