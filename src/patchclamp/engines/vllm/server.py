@@ -46,6 +46,7 @@ from patchclamp.plan.bound import (
     LOW_RANK,
     NOISE,
     PROJECT,
+    REMOVE,
     ROTATE,
     SPAN,
     acted_on,
@@ -65,7 +66,7 @@ FIX = "set the cache's size with --kv-cache-memory-bytes, or shorten --max-model
 GROUPS = ("general", "platform", "io_processor", "stat_logger", "endpoint")  # of plugins, by vLLM's names
 KINDS = {CAPTURE: "capture", LINEAR: "linear", BLEND: "blend", PROJECT: "project", NOISE: "noise", APPLY: "apply",
          STORE: "store", TEST: "compare", ALL: "join", LATCH: "latch", LOW_RANK: "low_rank", ADD_NORMED: "add_normed",
-         ROTATE: "rotate", SPAN: "between"}  # fmt: skip
+         ROTATE: "rotate", SPAN: "between", REMOVE: "remove_keys"}  # fmt: skip
 SECONDS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
