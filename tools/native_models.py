@@ -140,7 +140,7 @@ without data, follows what is added to the stream, and proves on the live model 
 classes, for vLLM's Transformers backend, and on Transformers. What is not found is refused, and says why.
 [Classes with a table](sites.md) have more sites; here they were tried as if they had none.
 
-The table says what came of tiny random models in fp32 ({versions}). Of {tried} classes
+The table shows the results of tiny random models in fp32 ({versions}). Of {tried} classes
 of vLLM's own, {whole} have a proved stream. *Equal* are the sites that agree with Transformers within 10⁻⁴ in every
 layer. The stream is `embed`, `resid_pre`, `resid_post`, `final_norm` and `logits`.
 

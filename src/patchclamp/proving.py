@@ -354,7 +354,7 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 def _moved_by_more(
     lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
 ) -> dict[str, bool]:
-    """Return, by ref, True if stronger edits (scaled by `LOUDER`, at every second token) move the logits. A weaker edit
+    """Map each ref to True if a stronger edit (scaled by `LOUDER`, at every second token) moves the logits. A weaker one
     may be lost in rounding, and the key of a single token has little effect on attention."""
     if not refs:
         return {}

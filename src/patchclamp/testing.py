@@ -395,7 +395,7 @@ class _Programs:
         return tap
 
     def _fail(self, slots: np.ndarray, point: int) -> None:
-        """Record that the edits of the runs in `slots` at a point are not finite. A run keeps its first error."""
+        """Record that edits at a point gave non-finite rows, for the runs in `slots`. A run keeps its first error."""
         for slot in np.unique(slots).tolist():
             self.errors.setdefault(self._run[slot], not_finite(self._sites.label(point)))
 

@@ -96,7 +96,7 @@ def has_images(messages: Sequence[Any]) -> bool:
 
 
 def _is_image(part: Any) -> bool:
-    """True if a message part is an image, sound, or anything else but text."""
+    """True if a message part is not text, such as an image or audio."""
     return isinstance(part, Mapping) and not isinstance(part.get("text"), str)
 
 

@@ -23,7 +23,7 @@ _within = _Within()
 def check_outside() -> None:
     """Raise `EngineError` on a thread that runs code: a call to the engine would wait for its own step."""
     if _within.code:
-        raise EngineError("called from within Apply, where it would deadlock: compute what Apply needs before the run")
+        raise EngineError("a call within pc.Apply would deadlock: compute what the function needs before the run")
 
 
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:

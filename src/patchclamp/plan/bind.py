@@ -636,7 +636,7 @@ class _Binder:
         if not isinstance(features, Features):
             return condition
         if features.ids is None or not -len(features.ids) <= condition.output < len(features.ids):
-            raise ProgramError("expected one feature of a list, as in pc.Features(name, ids=[...])[0] > t", "ids")
+            raise ProgramError("expected an index into ids=, as in pc.Features(name, ids=[3, 40])[0] > t", "ids")
         number, dictionary = features.ids[condition.output], self.dictionary(features.name)
         card, limit = dictionary.card, condition.threshold
         if number >= card.features:

@@ -119,7 +119,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return self.size == 0 and self.steady_steps == FOREVER
 
     def advanced(self, steps: int) -> StepPlan:
-        """Return the plan `steps` steps later, at most `steady_steps`, if every request advances one token per step."""
+        """Return this plan advanced by `steps` decode steps, at most `steady_steps`, of one token per request."""
         tokens, sampled, begin = self.tokens.advanced(steps), self.sampled.advanced(steps), self.begins(steps)
         steady_steps = self.steady_steps - steps
         return msgspec.structs.replace(self, tokens=tokens, sampled=sampled, begin=begin, steady_steps=steady_steps)

@@ -95,7 +95,7 @@ class Decided(msgspec.Struct):
 
 class Frame(msgspec.Struct, frozen=True):
     """Context of a check: sizes (rows, width) by bank key, the prompt's length, the position `limit`, the model's
-    sites, and the positions of the rows stored so far, by own key."""
+    sites, and the positions of the rows that the run has stored so far, by `own_key`."""
 
     sizes: Mapping[str, tuple[int, int]]
     prompt: int

@@ -735,7 +735,7 @@ class Runtime:
         return edits
 
     def _removes_keys(self, ops: Sequence[BoundOp]) -> bool:
-        """True if a program's attention edits run on the device, and not as code."""
+        """True if a program's attention edits run as `RemoveKeys` ops on the device; otherwise they run as code."""
         return self.step.removes_keys and only_removes_keys(ops)
 
     def _removed_keys(self, ops: Sequence[BoundOp]) -> Iterator[BoundOp]:

@@ -205,8 +205,8 @@ class Flow:
                 return (changing[0],), call, end_keys, False
         given = {key: list(shape) for key, shape in self.calls[-1].shapes.items()}
         raise NotFound(
-            f"expected {self.layers}.{self.count - 1} to take the stream [{self.tokens}, {self.width}], or two tensors "
-            f"that sum to it, and a norm to take its result; it takes {given or 'no tensor'}"
+            f"expected {self.layers}.{self.count - 1} to receive the stream [{self.tokens}, {self.width}], or two "
+            f"tensors that sum to it, and a norm to receive its output; its inputs are {given or 'no tensor'}"
         )
 
     def _last_norms(self) -> Iterator[tuple[ModuleCall, tuple[Key, ...]]]:
@@ -415,7 +415,7 @@ def _terms(flow: Flow, part: str) -> dict[int, list[tuple[int, float]]]:
 def _added(flow: Flow, part: str) -> FoundTensor:
     """Find the result of a layer's part, as added to the stream."""
     if not flow.adds:
-        raise NotFound("its layers change the stream by more than addition")
+        raise NotFound("its layers do more than add to the stream")
     terms = {layer: found for layer, found in _terms(flow, part).items() if found}
     if not terms:
         raise NotFound("no layer adds an attention result" if part == "attention" else "its layers have no MLP")
@@ -438,7 +438,7 @@ def _returning(flow: Flow, layer: int, term: int, factor: float) -> FoundTensor:
 def _mid(flow: Flow) -> FoundTensor:
     """Find the stream between attention and MLP."""
     if not flow.adds:
-        raise NotFound("its layers change the stream by more than addition")
+        raise NotFound("its layers do more than add to the stream")
     mlp = {layer: {term for term, _ in terms} for layer, terms in _terms(flow, "mlp").items()}
     layers = [layer for layer, gains in enumerate(flow.gains) if mlp[layer] and len(gains) > len(mlp[layer])]
     if not layers:
@@ -495,7 +495,7 @@ def _in_every(flow: Flow, path: str, layers: list[int], names: tuple[str, ...]) 
 
 
 def _check_taken(flow: Flow, path: str, width: int) -> None:
-    """Raise `NotFound` unless a module was called once, on rows [T, width] that no norm returned."""
+    """Raise `NotFound` unless a module was called once, on rows [T, width] that are not the output of a norm."""
     calls, record = flow.record.by_path.get(path, []), flow.record
     taken = calls[0].given.get(0) if len(calls) == 1 else None
     if taken is None or not calls[0].takes(0, width, flow.tokens):

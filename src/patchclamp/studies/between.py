@@ -62,8 +62,8 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
     noise_floor: float
 
     def pearson(self, which: Verified = "all") -> float:
-        """Return the correlation of estimated and exact effects over verified cells: all, the largest estimates, or the
-        random draws. NaN for fewer than three cells."""
+        """Return the Pearson correlation of estimated and exact effects over `which` of the verified cells. NaN for
+        fewer than three cells."""
         return _correlation(*self._pairs(which))
 
     def spearman(self, which: Verified = "all") -> float:

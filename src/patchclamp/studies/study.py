@@ -61,7 +61,7 @@ class Reporter:
     """Receives the progress of a study, in place of a progress bar. An error that a method raises stops the study."""
 
     def begin(self, what: str, total: int) -> None:
-        """Receive the name of a step that starts, and its number of runs."""
+        """Receive the name of the step about to start, and its number of runs."""
 
     def advance(self, done: int) -> None:
         """Receive the number of runs finished since the last call."""

@@ -1049,7 +1049,7 @@ def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
         order = []
     rows = captured if order == list(range(len(captured))) else captured[order]
     if not len(rows) and run.finish_reason is None:
-        raise MissingSource(f"{entry.spot} is not available yet: {len(run.token_ids)} tokens were read")
+        raise MissingSource(f"{entry.spot} is not available yet: the stream has {len(run.token_ids)} tokens so far")
     if not len(rows):
         raise MissingSource(f"{entry.spot}: the run ended after {len(run.token_ids)} tokens, before this one")
     rows = rows[0] if entry.spot.single else rows

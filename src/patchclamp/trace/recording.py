@@ -461,8 +461,8 @@ class Recording:
         latest = max(read.depths)
         if any(depth(self.lm, point) <= latest for point in write.points - read.points):
             raise ProgramError(
-                f"{write.spot.site} is computed before {read.spot.site}, so it cannot depend on it in one run: read in "
-                "one trace (or t.invoke) and write in another"
+                f"{write.spot.site} is computed before {read.spot.site}, so a write to it cannot use this read in one "
+                "run: read in one trace (or t.invoke) and write in another"
             )
 
     @functools.cached_property

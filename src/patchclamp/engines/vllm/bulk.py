@@ -375,8 +375,8 @@ class _RunningJob:
         self, part: np.ndarray, first: np.ndarray, first_sample: np.ndarray, cell: np.ndarray, terms: np.ndarray,
         hidden: torch.Tensor, sampled: np.ndarray,
     ) -> list[torch.Tensor]:  # fmt: skip
-        """Compute a batch's results on the device: log-probabilities of the tokens to score and, if requested, KL, and
-        top tokens with their log-probabilities. Logits are computed in chunks of rows.
+        """Compute a batch's results on the device: log-probabilities of the tokens to score and, if requested, KL
+        divergences and the top tokens with their log-probabilities. Logits are computed in chunks of rows.
 
         first: each cell's first sequence in the batch · first_sample: each sequence's first sampled row
         cell, terms: from `_terms`

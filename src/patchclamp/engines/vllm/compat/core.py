@@ -640,7 +640,7 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
         raise ProgramError(f"{what} is not supported with speculative decoding: it would run on rejected draft tokens")
     _check_latches(program.bound)
     if request.mm_features and speculative_config.method != "ngram":
-        raise ProgramError("programs on prompts with images are not supported with a draft model: untested")
+        raise ProgramError("programs on prompts with images are supported with drafts of method 'ngram' alone")
     params = request.sampling_params
     if params is not None and params.temperature and vllm_config.device_config.device_type == "cpu":
         raise ProgramError(
