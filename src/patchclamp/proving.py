@@ -354,8 +354,8 @@ def _moves(edited: np.ndarray, plain: np.ndarray, noise: float) -> bool:
 def _moved_by_more(
     lm: LM, ids: list[int], base: Run, refs: list[SiteRef], noise: float, longer: list[int]
 ) -> dict[str, bool]:
-    """Map each ref to True if a stronger edit (scaled by `LOUDER`, at every second token) moves the logits. A weaker one
-    may be lost in rounding, and the key of a single token has little effect on attention."""
+    """Map each ref to True if a stronger edit (scaled by `LOUDER`, at every second token) moves the logits. A weaker
+    edit may be lost in rounding, and the key of a single token has little effect on attention."""
     if not refs:
         return {}
     plain, *edited = _runs(lm, ids, [[], *([_push(base, ref, louder=True)] for ref in refs)], longer)
