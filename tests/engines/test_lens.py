@@ -252,6 +252,8 @@ class TestAttributionPatching:
                 lambda p: p.answer**2 - 3 * p[" London"] + p.foil, tokens=(" London",), name="own"
             )
         asked = PATCHED | dict(sites=["mlp_out", "attn_out"], layers=[2, 5], metric=metric)
+        if metric in ("logprob", "prob"):  # of the answer alone
+            del asked["foil"]
         result = attribution_patching(lm, verify=6, sample=3, **asked)
         sweep, mixed = patch_sweep(lm, **asked), patch_sweep(lm, alpha=mix, **asked)
         assert result.metric == sweep.metric

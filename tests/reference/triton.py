@@ -403,8 +403,7 @@ def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
                 one_round(rng, device, found, sums=False, coded=True)
             moved(rng, device, found)
             attended(beside, device, found)
-            for _ in range(2):
-                removed(beside, device, found)
+            removed(beside, device, found)
     finally:
         cuda.MAX_BLOCK = widest
     return found
