@@ -122,8 +122,14 @@ def settle() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is not None and nextitem.path != item.path:
+    """Settle after a file's first test, which starts its engines, and after its last."""
+    begins = item.path not in _begun
+    _begun.add(item.path)
+    if nextitem is not None and (begins or nextitem.path != item.path):
         settle()
+
+
+_begun: set[Path] = set()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -316,7 +316,7 @@ def test_a_condition_on_features(lm, name):
         acted |= set(held.tolist())
     assert acted == {True, False}
     refused = [
-        (pc.Features("topk", ids=[3])[0] > 1, "'topk'"), (pc.Features(name)[0] > 1, "of a list"),
+        (pc.Features("topk", ids=[3])[0] > 1, "'topk'"), (pc.Features(name)[0] > 1, "index into ids"),
         (read[0] > -1, "got -1"), (pc.Features(name, ids=[F])[0] > 1, "from 0 to 95"),
     ]  # fmt: skip
     for condition, message in refused:
