@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,3 +93,47 @@ def test_a_probe_is_trained_on_a_stream(narrow):
     probe, accuracy = example.demonstrate(lm, written, labels, "resid_post[2]", passes=4)
     assert accuracy > 0.85  # half of the held-out texts have either label
     assert (probe.pool, str(probe.at)) == ("mean", "resid_post[2]")
+
+
+def streamed(narrow, batch_rows: int) -> tuple[Any, np.ndarray]:
+    """A stream of rows of width 64, and the rows that plain captures have."""
+    lm, site = narrow.get("transformers", "float32"), "resid_post[2]"
+    documents = [lm.tokens(text)[:48] for text in texts()]
+    harvest = pc.studies.Harvest(documents=documents, sites=[site], dtype="float32", parts=3)
+    rows = np.stack(list(rows_of(lm, documents, [site])[site].values()))
+    return harvest.stream(lm, batch_rows=batch_rows), rows
+
+
+def test_dictionary_learnings_trainer_takes_a_stream(narrow, tmp_path):
+    training = pytest.importorskip("dictionary_learning.training")
+    from dictionary_learning import AutoEncoder
+    from dictionary_learning.trainers import StandardTrainer
+
+    stream, rows = streamed(narrow, 64)
+    width, steps = rows.shape[1], stream.rows // 64
+    trainer = {"trainer": StandardTrainer, "dict_class": AutoEncoder, "activation_dim": width, "dict_size": 256,
+               "lr": 3e-3, "device": "cpu", "steps": steps, "layer": 2, "lm_name": "narrow", "warmup_steps": 1,
+               "l1_penalty": 0.01, "sparsity_warmup_steps": 2, "submodule_name": "resid_post[2]"}  # fmt: skip
+    training.trainSAE(data=stream, trainer_configs=[trainer], steps=steps, save_dir=str(tmp_path), device="cpu")
+    saved = tmp_path / "trainer_0"
+    assert json.loads((saved / "config.json").read_text())["buffer"] == stream.config
+    trained, untrained = AutoEncoder.from_pretrained(str(saved / "ae.pt")), AutoEncoder(width, 256)
+    errors = [float((sae(held) - held).square().mean().detach()) for held in [torch.from_numpy(rows)]
+              for sae in (trained, untrained)]  # fmt: skip
+    assert errors[0] < errors[1] / 2
+
+
+def test_saelens_trainer_takes_a_stream(narrow):
+    pytest.importorskip("sae_lens")
+    from sae_lens import SAETrainer, TopKTrainingSAE, TopKTrainingSAEConfig
+    from sae_lens.config import LoggingConfig, SAETrainerConfig
+
+    stream, rows = streamed(narrow, 64)
+    sae = TopKTrainingSAE(TopKTrainingSAEConfig(d_in=rows.shape[1], d_sae=256, k=16))
+    held = torch.from_numpy(rows)
+    before = float((sae(held) - held).square().mean().detach())
+    cfg = SAETrainerConfig(total_training_samples=stream.rows // 64 * 64, train_batch_size_samples=64, lr=0.01, lr_end=0.01,
+                           logger=LoggingConfig(log_to_wandb=False))  # fmt: skip
+    trained = SAETrainer(cfg, sae, iter(stream)).fit()
+    after = float((trained(held) - held).square().mean().detach())
+    assert after < before / 2
