@@ -71,10 +71,11 @@ def test_an_exported_model_equals_its_program(family, program, tied, tmp_path):
 
 @pytest.mark.slow
 def test_an_exported_model_runs_on_stock_vllm(tmp_path, on_stock):
-    """A tied Llama, which is untied and gets biases by its config's flags, and a GPT-2."""
+    """A tied Llama is untied, and gets biases by its config's flags."""
     wanted, engines = [], []
-    for family, program in (("llama", AFFINE), ("gpt2", LINEAR)):
-        folder = of_family(tmp_path / family, family, tie_word_embeddings=True)
+    for family, program, tied in (("llama", AFFINE, True), ("gpt2", LINEAR, True), ("gpt_neox", PARALLEL, False),
+                                  ("opt", AFFINE, True), ("qwen3", LINEAR, False), ("granite", LINEAR, True)):  # fmt: skip
+        folder = of_family(tmp_path / family, family, tie_word_embeddings=tied)
         pc.export(folder, program, tmp_path / f"{family}_out", **IDS)
         with pc.LM(folder, engine="transformers", dtype="float32", **IDS) as lm:
             wanted.append(lm.run(PROMPTS, max_tokens=8, edits=program, logprobs=True))
