@@ -97,7 +97,7 @@ def test_what_goes_wrong_is_its_runs_error_alone(lm):
         return fn
 
     wrong = {
-        "from within Apply": lambda h: lm.run(PROMPTS[0], max_tokens=1, logprobs=True), "SystemExit: 3": fails(SystemExit(3)),
+        "within pc.Apply": lambda h: lm.run(PROMPTS[0], max_tokens=1, logprobs=True), "SystemExit: 3": fails(SystemExit(3)),
         "KeyError: 'nothing here'": fails(KeyError("nothing here")), "Apply raised Unsaid": fails(Unsaid()),
         "got [9, 1]": lambda h: h.new_zeros(9, 1), "got NoneType": lambda h: None, "got str": lambda h: "rows",
         f"got [{WIDTH},": lambda h: h.t_(), f"got [8, {WIDTH}]": lambda h: h.repeat(2, 1), "NotImplementedError": lambda h: h.to("meta"),

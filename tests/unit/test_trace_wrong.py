@@ -162,7 +162,7 @@ IN_A_LINE = {
     "a batch of two": (lambda t: put(t.layers_output[1], slice(None), torch.ones(2, 6, 16)), S, "width 16, .*\\[2, 6, 16\\]"),
     "rows for tokens to come": (lambda t: put(t.layers[1].output, pc.token(3), torch.ones(2, 16)), K, "selects no position"),
     # the order of things
-    "backwards in depth": (lambda t: put(t.layers[1].output, -1, t.layers[2].output[-1]), E, "is computed before .*cannot depend"),
+    "backwards in depth": (lambda t: put(t.layers[1].output, -1, t.layers[2].output[-1]), E, "is computed before .*cannot use"),
     "backwards in a layer": (lambda t: put(t.layers[1].attn.output, -1, t.layers[1].mlp.output[-1]), E, "is computed before"),
     "the last layer's output into layers": (lambda t: put(t.layers[0:3].output, -1, t.layers[1].mid[-1]), E, "is computed before"),
     "a clone changed and saved": (lambda t: (h := t.embed.clone(), put(h, -1, 0), h.save()), E, "only be written into the model"),
