@@ -76,7 +76,9 @@ def expected(engines, plain, vectors):
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-@pytest.mark.parametrize("tokens", ["every", "prompt[-1]", "generated"])
+@pytest.mark.parametrize(
+    "tokens", ["prompt[-1]", *(pytest.param(each, marks=pytest.mark.slow) for each in ("every", "generated"))]
+)
 def test_the_strength_curve_equals_a_plain_loop(engines, vectors, expected, engine, tokens):
     lm = engines.get(engine, "float32")
     curve = strength_curve(lm, vectors, PROMPTS, ANSWER, FOIL, scales=SCALES, tokens=tokens)

@@ -149,6 +149,7 @@ def test_metrics_spans_and_unlayered_sites(engines):
     assert set(frame["site"]) == {"resid_pre", "final_norm", "logits"}
 
 
+@pytest.mark.slow  # each study has its own tests on both engines
 def test_the_other_studies_are_the_same_on_both_engines(engines):
     pair = dict(clean=CLEAN, corrupt=CORRUPT, answer=" Paris", foil=" Rome")
     found = {}

@@ -47,7 +47,10 @@ def test_no_token_breaks_out_of_a_page(tmp_path):
     assert "\u202e" not in page
 
 
-@pytest.mark.parametrize(("count", "queries"), [(1, (0, 1, 2, 3, 4)), (9, (2,)), (12, (0, 4)), (70, (0, 1))])
+@pytest.mark.parametrize(
+    ("count", "queries"),
+    [(1, (0, 1, 2, 3, 4)), (9, (2,)), (12, (0, 4)), pytest.param(70, (0, 1), marks=pytest.mark.slow)],
+)
 def test_heatmaps_are_drawn_by_both_libraries(tmp_path, count, queries):
     pytest.importorskip("plotly")
     made = maps(count, queries)

@@ -56,7 +56,7 @@ def measured(program: list[pc.Op]) -> list[float]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe", "nsgaii"])
+@pytest.mark.parametrize("sampler", ["random", "tpe", pytest.param("nsgaii", marks=pytest.mark.slow)])
 def test_values_are_those_of_single_runs_and_a_seed_gives_the_same_trials(sampler):
     how = {"trials": 9, "sampler": sampler, "per_round": 4, "show_progress": False}
     result = pc.studies.search(LM, SPACE, OBJECTIVES, seed=3, **how)
