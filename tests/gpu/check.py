@@ -43,6 +43,8 @@ BESIDE = (
     "v1 graded",
     "graded, invariant",
     "v1 graded, invariant",
+    "batches, invariant",
+    "v1 batches, invariant",
 )
 HOW = modes.parts()  # how requests are run, and what of them others may reuse, in both dtypes
 SITES = tuple(families.PARTS)
@@ -98,12 +100,12 @@ def carry_out(part: str) -> None:
         else:
             exact = modes.IEEE if part.endswith("graded") else {}
             runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if part.startswith("v1 ") else {}
-            batch = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}  # it would turn these on
-            invariant = batch if part.endswith("invariant") else {}
+            invariant = corners.INVARIANT if part.endswith("graded, invariant") else {}
             os.environ.update(fresh("ours", part) | exact | runner | invariant)
             does = {"crowded": corners.crowded, "transformers": corners.like_transformers, "bounded": corners.bounded,
                     "sleep": corners.sleeping, "addresses": corners.watched, "two runners": corners.one_after_the_other,
-                    "uniform": corners.uniform, "lent": corners.lent, "graded": corners.graded}  # fmt: skip
+                    "uniform": corners.uniform, "lent": corners.lent, "graded": corners.graded,
+                    "batches": corners.batches}  # fmt: skip
             does[part.removeprefix("v1 ").removeprefix("tp2 ").split(",")[0]](part, model)
 
 

@@ -7,6 +7,8 @@ import json
 from tests.gpu.board import note
 from tests.gpu.engines import BASE, PROMPTS, TOKENS, apart, attached, attached_runner, bits, setting, surroundings
 
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}  # the mode may turn these graphs on
+
 
 def kernel(mode: str) -> None:
     """Triton against the torch kernel on random tables, rows, strides and dtypes; the device's tables against the host's."""
@@ -369,6 +371,63 @@ def uniform(mode: str, model: str) -> None:
         counts = f"{status['steps_with_taps']} steps with taps, {status['steps_without_taps']} without"
         held = status["steps_with_taps"] > 0 == status["steps_without_taps"]
         note(mode, "every step ran code with taps", held, counts)
+
+
+def batches(mode: str, model: str) -> None:
+    """Batch-invariant mode in bf16: prompts alone and in a batch of 32, with and without programs, have the same bits.
+    What a call costs in this mode, beside an engine without it, which starts first: the mode changes PyTorch's kernels."""
+    import statistics
+    import time
+
+    import numpy as np
+
+    import patchclamp as pc
+
+    asked, draw = {"max_tokens": 16, "sampling": {"ignore_eos": True}, "logprobs": True}, np.random.default_rng(11)
+    prompts = [draw.integers(100, 30_000, int(length)).tolist() for length in draw.integers(5, 120, 32)]
+    sites, some = [pc.attn_in[1], pc.z[2], pc.resid_post], range(0, 32, 4)
+    seconds = dict[str, float]()
+
+    def timed(lm: pc.LM) -> float:
+        found = []
+        for _ in range(6):
+            begin = time.perf_counter()
+            lm.run(prompts, **asked)
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found[1:])
+
+    options, _ = setting(mode)
+    with pc.LM(model, engine="vllm", **options) as lm:
+        seconds["ordinary"] = timed(lm)
+    with surroundings(INVARIANT), pc.LM(model, engine="vllm", **options) as lm:
+        seconds["invariant"] = timed(lm)
+        cost = seconds["invariant"] / seconds["ordinary"]
+        note(mode, "is the mode that was asked for", cost > 1, f"{cost:.2f} of an ordinary call, of 32 prompts")
+        alone = [bits(lm.run(prompts[i], **asked)) for i in some]
+        together = lm.run(prompts, **asked)
+        note(mode, "2 prompts alone and in a batch, bit for bit", [bits(together[i]) for i in some] == alone, "")
+        edits = [[] if i in some else [pc.Add([0.5] * lm.model.d_model, pc.resid_post[1])] for i in range(32)]
+        beside = lm.run(prompts, edits=edits, **asked)
+        note(mode, "2 and beside edited requests", [bits(beside[i]) for i in some] == alone, "")
+        moved = all(bits(a) != bits(b) for i, (a, b) in enumerate(zip(beside, together, strict=True)) if i not in some)
+        note(mode, "2 which the edits change", moved, "")
+        read = [lm.run(prompts[i], capture=sites, **asked) for i in some]
+        in_batch = lm.run(prompts, capture=sites, **asked)
+        note(mode, "4 captures change nothing, alone", [bits(run) for run in read] == alone, "")
+        note(mode, "4 captures change nothing, in a batch", [bits(in_batch[i]) for i in some] == alone, "")
+        differ = sum(int((run[site] != in_batch[i][site]).sum()) for i, run in zip(some, read, strict=True)
+                     for site in (pc.attn_in[1], pc.z[2], *(pc.resid_post[n] for n in range(lm.model.layers))))  # fmt: skip
+        note(
+            mode,
+            "4 captured rows are the same alone and in a batch, bit for bit",
+            differ == 0,
+            f"{differ} numbers differ",
+        )
+        patches = [
+            [pc.Replace(pc.From(run, site), at=site) for site in (pc.attn_in[1], pc.resid_post[2])] for run in read
+        ]
+        patched = [bits(run) for run in lm.run([prompts[i] for i in some], edits=patches, **asked)]
+        note(mode, "5 self-patches in a batch, of rows captured alone, change no bit", patched == alone, "")
 
 
 def graded(mode: str, model: str) -> None:

@@ -401,9 +401,9 @@ def check(device: str, rounds: int, seed: int | None = None) -> dict[str, int]:
             one_round(rng, device, found, i % 4 > 1)
             if i % 3 == 0:
                 one_round(rng, device, found, sums=False, coded=True)
+                removed(beside, device, found)  # compiled for each kind of attention
             moved(rng, device, found)
             attended(beside, device, found)
-            removed(beside, device, found)
     finally:
         cuda.MAX_BLOCK = widest
     return found
