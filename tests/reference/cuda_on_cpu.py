@@ -125,6 +125,7 @@ def remove_keys(
         edges = edges_of(where, [edits], 0, len(query_HE), scored.device)
         pattern_BNHT, touched_BNH = edited(scored, edges, cache.facts, 0)
         if pattern_BNHT.isnan().any():
+            tables._places[slot] = position
             tables._failures[slot] = int(tables.generation[slot]) << 32 | BLIND << 28 | point
             continue
         seen = value[0].nan_to_num().repeat_interleave(len(query_HE) // value.shape[2], 1)

@@ -342,14 +342,14 @@ def removed(rng: np.random.Generator, device: str, found: dict[str, int]) -> Non
     position = [int(rng.integers(0, length - each + 1)) + np.arange(each) for each in count]
     rows = np.repeat(np.arange(many), count)
     query = torch.randn(len(rows), heads, width, generator=draw).to(device, dtype)
-    bad = torch.zeros(many + 1, dtype=torch.int64, pin_memory=device == "cuda")
+    bad, place = torch.zeros((2, many), dtype=torch.int64, pin_memory=device == "cuda")
     slot_of = rng.permutation(np.arange(many))  # of each request; slot 0 has no program
     tables: Any = SimpleNamespace(
         **{name: torch.from_numpy(np.ascontiguousarray(each)).to(device) for name, each in {
             "slot_of_row": slot_of[rows].astype(np.int32), "request_of_row": rows.astype(np.int32),
             "position_of_row": np.concatenate(position), "generation": table.generation,
             "first": table.first.reshape(-1), "records": table.records.view(np.int32)}.items()},
-        bad_address=bad.data_ptr(), points=POINTS,
+        bad_address=bad.data_ptr(), place_address=place.data_ptr(), points=POINTS,
     )  # fmt: skip
     blocks = (block.long()[..., None] * ratio + torch.arange(ratio)).flatten(1).to(device)
     key, value = cache.split(width, -1)
@@ -387,6 +387,8 @@ def removed(rng: np.random.Generator, device: str, found: dict[str, int]) -> Non
     assert torch.equal(hidden[kept], before[kept]), "a row or head without removed keys, or one that fails, is changed"
     failures = {b: {int(bad[b]) >> 28 & 15} for b in range(many) if bad[b]}
     assert failures == {b: each for b, each in reasons.items() if each}, (failures, reasons)
+    places = {b: (int(place[b]), position[slot_of.tolist().index(b)]) for b in failures}
+    assert all(found_at in asked for found_at, asked in places.values()), places
     assert all(int(bad[b]) & (1 << 28) - 1 == 1 and int(bad[b]) >> 32 == table.generation[b] for b in failures)
     name = f"removed keys {str(dtype)[6:]}"
     found[name] = found.get(name, 0) + hidden.numel()

@@ -115,9 +115,9 @@ def _removes(record, position):
     return (tl.load(record + 2) == REMOVE) & (position >= tl.load(record)) & (position < tl.load(record + 1))
 
 
-@triton.jit(do_not_specialize=["point", "points", "bad"])
+@triton.jit(do_not_specialize=["point", "points", "bad", "place"])
 def _remove_keys(
-    slot_of_row, request_of_row, position_of_row, generation, first, records, bad, points, point,
+    slot_of_row, request_of_row, position_of_row, generation, first, records, bad, place, points, point,
     query, key, value, block, slopes, sinks, hidden, query_row, hidden_row, block_row, ratio, scale, cap, window,
     max_error, key_R, key_K, key_N, value_R, value_K, value_N,
     SIZE: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, EXACT: tl.constexpr, CAPPED: tl.constexpr,
@@ -134,8 +134,8 @@ def _remove_keys(
         return
     e, n = tl.arange(0, TILE_E), tl.arange(0, TILE_L)
     head, is_head, is_column = group * SIZE + n, n < SIZE, e < E
-    place = head[:, None] * E + e[None, :]
-    q = tl.load(query + row * query_row + place, mask=is_head[:, None] & is_column[None, :], other=0.0)
+    element = head[:, None] * E + e[None, :]
+    q = tl.load(query + row * query_row + element, mask=is_head[:, None] & is_column[None, :], other=0.0)
     highest, total = tl.full([TILE_L], float("-inf"), tl.float32), tl.zeros([TILE_L], tl.float32)
     if SINKS:
         highest = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
@@ -170,7 +170,7 @@ def _remove_keys(
         highest, total, sum = _softmax_step(found, v, highest, total, sum, EXACT)
         kept_highest, kept_total, kept_sum = _softmax_step(kept, v, kept_highest, kept_total, kept_sum, EXACT)
     is_edited = removes != 0
-    target, is_target = hidden + row * hidden_row + place, is_edited[:, None] & is_column[None, :]
+    target, is_target = hidden + row * hidden_row + element, is_edited[:, None] & is_column[None, :]
     old = tl.load(target, mask=is_target, other=0.0).to(tl.float32)
     error = tl.where(is_target, sum / total[:, None] - old, 0.0)
     size, error = tl.sqrt(tl.sum(tl.sum(old * old, 1), 0)), tl.sqrt(tl.sum(tl.sum(error * error, 1), 0))
@@ -181,6 +181,7 @@ def _remove_keys(
     blind = tl.max(removes & (1 - keeps), 0) != 0
     if (finite == 0) | wrong | blind:
         reason = tl.where(wrong, 1, tl.where(blind, 2, 0))
+        tl.store((place + slot.to(tl.int64) * 8).to(tl.pointer_type(tl.int64)), position.to(tl.int64))
         failed = (tl.load(generation + slot).to(tl.int64) << 32) | (reason.to(tl.int64) << 28) | point
         tl.store((bad + slot.to(tl.int64) * 8).to(tl.pointer_type(tl.int64)), failed)
     else:
@@ -215,8 +216,8 @@ def remove_keys(tables: Any, point: int, query_RHE: torch.Tensor, cache: PagedCa
     kernel: Any = _remove_keys  # pyright would take numbers for constants of the kernel as errors
     kernel[len(hidden_RW), key.shape[1]](
         tables.slot_of_row, tables.request_of_row, tables.position_of_row, tables.generation, tables.first,
-        tables.records, tables.bad_address, tables.points, point, query_RHE, key, value, cache.block_BR, slopes, sinks,
-        hidden_RW, query_RHE.stride(0), hidden_RW.stride(0), cache.block_BR.stride(0), cache.ratio, facts.scale,
+        tables.records, tables.bad_address, tables.place_address, tables.points, point, query_RHE, key, value,
+        cache.block_BR, slopes, sinks, hidden_RW, query_RHE.stride(0), hidden_RW.stride(0), cache.block_BR.stride(0), cache.ratio, facts.scale,
         facts.cap, facts.window, MAX_ERROR[key.dtype], *key.stride()[:3], *value.stride()[:3], SIZE=size, E=width,
         PAGE=key.shape[2], EXACT=key.dtype == torch.float32, CAPPED=bool(facts.cap), SLOPED=facts.slopes is not None,
         SINKS=facts.sinks is not None, TILE_L=max(triton.next_power_of_2(size), TILE_L),

@@ -113,8 +113,9 @@ class CudaTables:
         self._turn, self._rows, self.copies, self.rebased = 0, 0, 0, 0
         # cached launches of the kernel, with the addresses of these tables (`kernels.cuda.site`)
         self.ready: dict[Any, Any] = {}
-        self._bad = _pinned(2 * len(table.first)).zero_().view(torch.int64)  # written by the device
-        self._failures, self.bad_address = self._bad.numpy(), self._bad.data_ptr()
+        self._bad = _pinned(4 * len(table.first)).zero_().view(torch.int64).view(2, -1)  # written by the device
+        (self._failures, self._places), self.bad_address = self._bad.numpy(), self._bad.data_ptr()
+        self.place_address: int = self._bad[1].data_ptr()  # of the positions at which keys could not be removed
 
     slot_of_row: torch.Tensor
     rank_of_row: torch.Tensor
@@ -141,11 +142,13 @@ class CudaTables:
         return self._words.nbytes + self.quantiles.nbytes + self.gates_of_row.nbytes
 
     def failed(self) -> list[tuple[int, int]]:
-        """Return the (slot, word) pairs of failures that the device has reported so far. `word`: the point, with a bit
-        for the reason (`kernels.paged_attention`) unless an edit was not finite."""
+        """Return the (slot, word) pairs of failures that the device has reported so far. `word`: the point and, if keys
+        could not be removed, a bit for the reason (`kernels.paged_attention`) and the position from bit 32."""
         slots = np.flatnonzero(self._failures)
         slots = slots[self._failures[slots] >> 32 == self.table.generation[slots]]
-        return [(int(slot), int(self._failures[slot]) & 0xFFFFFFFF) for slot in slots]
+        words, places = self._failures[slots] & 0xFFFFFFFF, self._places[slots]
+        places[words >> 28 == 0] = 0
+        return list(zip(slots.tolist(), (words | places << 32).tolist(), strict=True))
 
     def load(self, plan: StepPlan, batch: Batch, begin: int | None, stride: int = 0) -> None:
         """Write a step's plan to the tables. `begin`: first byte of the captures; if None, each tap allocates its own.

@@ -616,19 +616,19 @@ class Runtime:
     def collect_failures(self) -> None:
         """Fail the requests with non-finite edits that the device has reported so far."""
         for slot, word in self.step.failed():
-            point, reason = word & (1 << 28) - 1, word >> 28
+            point, reason, position = word & (1 << 28) - 1, word >> 28 & 3, word >> 32
             if not reason:
                 self.fail([slot], not_finite(self.sites.label(point)))
             for own in [own for own in self._admitted.values() if own.slot == slot] if reason else ():
-                self.fail([slot], self._attention_error(own, point, reason))
+                self.fail([slot], self._attention_error(own, point, reason, position))
 
-    def _attention_error(self, own: _InstalledProgram, point: int, reason: int) -> PatchclampError:
+    def _attention_error(self, own: _InstalledProgram, point: int, reason: int, position: int) -> PatchclampError:
         """Return the error for keys that could not be removed. `reason`: as in `kernels.paged_attention`."""
         layer = self.sites.points[point].layer
         path = next(each[0].path for query, each in own.attention.items() if self.sites.points[query].layer == layer)
         if reason & 1:
             return UnsupportedSite("attention output does not equal pattern × values: edit z", path)
-        return TokensError("a token sees no key", path)
+        return TokensError(f"the token at position {position} sees no key", path)
 
     # -- a step
 
