@@ -254,8 +254,8 @@ def _compare(part: str, model: str, options: dict[str, Any]) -> tuple[bool, str]
     direct = _compared(model, found, plain, BOUNDS[dtype])
     rows, edits = max(direct.gaps.values()), max(site.edit for site in direct.sites)
     told = (
-        f"{len(direct.sites)} sites, {len(direct.gaps)} places, {direct.positions} positions, {direct.alike[0]} of "
-        f"{direct.alike[1]} tokens alike: rows {rows:.2g}, edits {edits:.2g}, log-probabilities {direct.logprobs:.2g} "
+        f"{len(direct.sites)} sites, {len(direct.gaps)} places, {direct.positions} positions, {direct.equal_tokens[0]} of "
+        f"{direct.equal_tokens[1]} tokens alike: rows {rows:.2g}, edits {edits:.2g}, log-probabilities {direct.logprobs:.2g} "
         "apart"
     )
     if dtype == FP32 and (direct.holds or not PARTS[part].near):
@@ -284,8 +284,8 @@ def _near(model: str, found: Any, plain: Any, exact: Any, dtype: str) -> tuple[b
     still = [site.name for site in ours.sites if not (site.moved > 0 and site.here > 0)]
     at, plain_at = (max(each.gaps, key=each.gaps.__getitem__) for each in (ours, theirs))
     told = (
-        f"{len(ours.sites)} sites, {len(rows)} places, {ours.positions} positions, {ours.alike[0]} of "
-        f"{ours.alike[1]} tokens alike: rows {max(rows.values()):.2g}, edits {edit:.2g}, log-probabilities "
+        f"{len(ours.sites)} sites, {len(rows)} places, {ours.positions} positions, {ours.equal_tokens[0]} of "
+        f"{ours.equal_tokens[1]} tokens alike: rows {max(rows.values()):.2g}, edits {edit:.2g}, log-probabilities "
         f"{ours.logprobs:.2g} apart (medians, from Transformers in {'fp32' if dtype == BF16 else 'float64'}; "
         f"Transformers in {'bf16' if dtype == BF16 else 'fp32'}: rows {max(plain_rows.values()):.2g}, edits "
         f"{plain_edit:.2g}; worst rows {ours.gaps[at]:.2g} at {at} and {theirs.gaps[plain_at]:.2g} at {plain_at}; rows "

@@ -77,7 +77,7 @@ class TestStudy:
         assert found.first is None
         assert max(found.gaps.values()) == 0
         assert all(site.moved > 0.01 and site.edit == 0 for site in found.sites)
-        assert (found.prompts, found.alike, found.engines[0].split()[0]) == (2, (8, 8), "fake")
+        assert (found.prompts, found.equal_tokens, found.engines[0].split()[0]) == (2, (8, 8), "fake")
 
     def test_other_weights_are_seen_everywhere(self):
         found = pc.studies.parity("fake", engines=FAKE, seed=1)
@@ -157,7 +157,7 @@ class TestStudy:
         disturbed(monkeypatch, change)
         found = pc.studies.parity("fake", engines=FAKE, prompts=["The Eiffel Tower", "The"])
         assert found.holds
-        assert found.alike == (5, 8)
+        assert found.equal_tokens == (5, 8)
 
     def test_the_first_place_is_the_first_that_is_computed(self):
         gaps = {"embed": 0.0, "attn_in[10]": 1.0, "resid_post[2]": 1.0, "z[2]": 1.0, "final_norm": 1.0, "q[3]": 1.0}

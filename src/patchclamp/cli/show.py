@@ -294,7 +294,7 @@ def parity(console: Console, result: Parity) -> None:
     engines = " against ".join(result.engines)
     console.print(Text(f"{result.model} ({result.family}, {result.dtype}): {engines}", style="bold"), soft_wrap=True)
     prompts = f"{result.prompts} prompt{'s' if result.prompts != 1 else ''}, {result.positions} positions"
-    same, generated = result.alike
+    same, generated = result.equal_tokens
     console.print(Text(f"{prompts}; {same} of {generated} generated tokens equal"))
     table = _table("site", "layers", "worst row", "in layer", "out from", "edit in", "logits moved", "otherwise", gap=1)
     for site in result.sites:

@@ -217,10 +217,11 @@ def remove_keys(tables: Any, point: int, query_RHE: torch.Tensor, cache: PagedCa
     kernel[len(hidden_RW), key.shape[1]](
         tables.slot_of_row, tables.request_of_row, tables.position_of_row, tables.generation, tables.first,
         tables.records, tables.bad_address, tables.place_address, tables.points, point, query_RHE, key, value,
-        cache.block_BR, slopes, sinks, hidden_RW, query_RHE.stride(0), hidden_RW.stride(0), cache.block_BR.stride(0), cache.ratio, facts.scale,
-        facts.cap, facts.window, MAX_ERROR[key.dtype], *key.stride()[:3], *value.stride()[:3], SIZE=size, E=width,
-        PAGE=key.shape[2], EXACT=key.dtype == torch.float32, CAPPED=bool(facts.cap), SLOPED=facts.slopes is not None,
-        SINKS=facts.sinks is not None, TILE_L=max(triton.next_power_of_2(size), TILE_L),
+        cache.block_BR, slopes, sinks, hidden_RW, query_RHE.stride(0), hidden_RW.stride(0), cache.block_BR.stride(0),
+        cache.ratio, facts.scale, facts.cap, facts.window, MAX_ERROR[key.dtype], *key.stride()[:3],
+        *value.stride()[:3], SIZE=size, E=width, PAGE=key.shape[2], EXACT=key.dtype == torch.float32,
+        CAPPED=bool(facts.cap), SLOPED=facts.slopes is not None, SINKS=facts.sinks is not None,
+        TILE_L=max(triton.next_power_of_2(size), TILE_L),
         TILE_T=TILE_T if key.element_size() == 2 else TILE_T // 2, TILE_E=max(triton.next_power_of_2(width), 16),
         num_warps=8, num_stages=2 if width <= 128 else 1,
     )  # fmt: skip

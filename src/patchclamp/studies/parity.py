@@ -53,7 +53,7 @@ class SiteParity(msgspec.Struct, frozen=True):
 
 class Parity(msgspec.Struct, frozen=True):
     """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
-    compared; `alike`: (equal, total) counts of generated tokens; `only`: sites of a shared table that one engine lacks;
+    compared; `equal_tokens`: equal and all generated tokens; `only`: sites of a shared table that one engine lacks;
     `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the largest row difference by
     place; `logprobs`: the largest difference among tokens on which both agree."""
 
@@ -63,7 +63,7 @@ class Parity(msgspec.Struct, frozen=True):
     engines: tuple[str, str]
     prompts: int
     positions: int
-    alike: tuple[int, int]
+    equal_tokens: tuple[int, int]
     bounds: Bounds
     sites: tuple[SiteParity, ...]
     only: tuple[str, ...]
@@ -310,7 +310,7 @@ def _compared(model: str, ours: _Seen, theirs: _Seen, bounds: Bounds) -> Parity:
         model=model, family=theirs.family, dtype=theirs.dtype,
         engines=(ours.engine, theirs.engine),
         prompts=len(common), positions=sum(_positions(b, n) for b, n in zip(theirs.kept, common, strict=True)),
-        alike=(sum(common), sum(len(kept.tokens) for kept in theirs.kept)), bounds=bounds,
+        equal_tokens=(sum(common), sum(len(kept.tokens) for kept in theirs.kept)), bounds=bounds,
         sites=tuple(_site(name, worst, ours, theirs) for name in theirs.edits if name in ours.moved),
         only=one_sided if alike else (), left_out=() if alike else one_sided, gaps=worst, logprobs=max(logprobs),
     )  # fmt: skip
