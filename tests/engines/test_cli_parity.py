@@ -16,7 +16,7 @@ def test_a_model_means_the_same_on_both_engines(narrowed):
     told = json.loads(done.stdout)
     assert (done.exit_code, told["holds"], told["problems"]) == (0, True, [])
     assert [engine.split()[0] for engine in told["engines"]] == ["vllm", "transformers"]
-    assert (told["dtype"], told["prompts"], told["alike"]) == ("float32", 2, [4, 4])
+    assert (told["dtype"], told["prompts"], told["equal_tokens"]) == ("float32", 2, [4, 4])
     sites = {site["name"]: site for site in told["sites"]}
     assert len(sites) == 15
     assert all(len(site["places"]) == (SHALLOW if "[" in site["worst_at"] else 1) for site in sites.values())
