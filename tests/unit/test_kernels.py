@@ -167,6 +167,12 @@ def test_fused_equals_reference_bit_for_bit(step):
         assert edited.any() or not (h != value).any()
 
 
+def carried(largest: float, into: np.ndarray, out: np.ndarray) -> float:
+    """What a row's errors so far, in proportion to its largest number, become in products that are summed into it again.
+    A row that cancelled large numbers is small, but its errors are not."""
+    return largest * (np.abs(out).T @ np.abs(into)).sum(1).max()
+
+
 def by_definition(
     record: np.void, s: np.ndarray, position: int, bank: np.ndarray, largest: float, within: np.ndarray | None = None
 ) -> tuple[np.ndarray, float]:
@@ -196,7 +202,8 @@ def by_definition(
             q = e @ s + bias
             g = np.where(q > threshold, offset + slope * q, otherwise)
         most = max(np.abs(e * s).max(), np.abs(e * v).max() if x else 0, 1) * np.abs(d).max() * max(1, np.abs(g).max())
-        return s + g @ d, max(largest, most)
+        steepest = np.full(rank, abs(x)) if x else np.abs(slope)
+        return s + g @ d, max(largest, most, carried(largest, e, d * steepest[:, None]))
     if record["kind"] == LINEAR:
         terms = x * s, y * v
     elif record["kind"] == ROTATE:
@@ -206,7 +213,7 @@ def by_definition(
         to = (a * x - b * y, a * y + b * x) if other else to
         terms = (s, *((new - old) * way for new, old, way in zip(to, (a, b), ways, strict=True)))
         largest = max(largest, *(abs(old) * np.abs(way).max() for old, way in zip((a, b), ways, strict=True)),
-                      *(np.abs(s * way).max() for way in ways))  # fmt: skip
+                      *(np.abs(s * way).max() for way in ways), carried(largest, np.array(ways), np.array(ways)))  # fmt: skip
     elif record["kind"] == ADD_NORMED:
         v = v if within is None else np.where(within, v, 0)
         terms = s, y * np.linalg.norm(s) * v / (np.linalg.norm(v) or 1)
@@ -214,19 +221,23 @@ def by_definition(
         terms = (1 - y * m) * s, y * m * v
     else:
         p = float(s @ v)
-        terms, largest = (s, (min(max(p, x), y) - p) * v), max(largest, np.abs(p * v).max(), np.abs(s * v).max())
+        largest = max(largest, np.abs(p * v).max(), np.abs(s * v).max(), carried(largest, v[None], v[None]))
+        terms = s, (min(max(p, x), y) - p) * v
     return sum(terms), max(largest, *(np.abs(term).max() for term in terms))
 
 
 def kept_of(record: np.void, s: np.ndarray, bank: np.ndarray, largest: float) -> tuple[np.ndarray, float]:
     """What a capture keeps of a row: the row, or its product with each row of a matrix, on some columns; and the largest
-    number that came up."""
+    number that came up, with the errors so far."""
     width, count, word = len(s), int(record["y"]), int(record["columns"])
     first, end = (word & 0xFFFF, word >> 16) if word else (0, width)
     rows = [bank[record["other"] + i * width :][first:end].astype(np.float64) for i in range(count)]
     if not count:
         return s, largest
-    return np.array([sum(row * s[first:end]) for row in rows]), max(np.abs(row * s[first:end]).max() for row in rows)
+    most = max(largest * np.abs(row).sum() for row in rows)
+    return np.array([sum(row * s[first:end]) for row in rows]), max(
+        most, *(np.abs(row * s[first:end]).max() for row in rows)
+    )
 
 
 @given(steps([*EXACT, *SUMS, *SUMS]))
