@@ -158,8 +158,8 @@ class AttentionRead(Mapping[str, AttentionResult]):
             return None
 
     def of_layers(self, at: Site, path: str = "") -> list[AttentionResult]:
-        """Return a site's result in each layer, from the capture at `path` or each layer's last capture; by default in
-        all captured layers. Values may be views of stored rows. Raises `ProgramError` if queries or keys differ."""
+        """Return a site's result in each layer (by default, each captured layer), from the capture at `path` or the
+        layer's last capture. Values may be views of stored rows. Raises `ProgramError` if queries or keys differ."""
         several = [self._read(at, ref, path) for ref in self._refs(at)]
         keys = [each.keys is not None and (each.keys.ndim > 1 or each.keys.tobytes()) for each in several]
         if len({(*each.positions, each.values.shape, of) for each, of in zip(several, keys, strict=True)}) > 1:

@@ -167,7 +167,7 @@ def not_finite(site: str) -> NotFinite:
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an exception by its class and message, or without a message by the line that raised it."""
+    """Describe an exception by its class and message or, if it has no message, by the line that raised it."""
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

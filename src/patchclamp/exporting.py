@@ -96,7 +96,7 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 class _Edit(NamedTuple):
-    """One edit. path: the op's path in the program; change: edits rows [N, D] in fp64; the flag adds the constant."""
+    """One edit. path: the op's path in the program; change: edits (rows [N, D], True to add the constant), fp64."""
 
     path: str
     change: Callable[[torch.Tensor, bool], torch.Tensor]

@@ -77,7 +77,7 @@ def bound_job(
     name: str, prompt: Prompt, programs: Iterable[Any], scores: Sequence[Sequence[tuple[tuple[int, ...], int]]],
     max_tokens: int, kl: bool, top: int, bindings: Bindings,
 ) -> GradeJob:  # fmt: skip
-    """Bind programs to a prompt and return the grading job. Paths of errors begin with the program's. `scores`: as in
+    """Bind programs to a prompt and return the grading job. Error paths begin with the program's path. `scores`: as in
     `sequences_of`."""
     vectors: dict[str, np.ndarray] = {}
     code: dict[int, Code] = {}
@@ -102,9 +102,9 @@ def bound_job(
 
 
 class _ByRequests:
-    """A job whose programs run as requests, one per distinct suffix of the prompt. With few programs or long answers,
-    a single request scores all tokens of an answer by prompt log-probabilities. Otherwise programs may reuse an
-    unedited run.
+    """A job whose programs run as requests: one per program and distinct suffix of the prompt. With few programs or
+    long answers, a single request scores all tokens of an answer by prompt log-probabilities. Otherwise programs may
+    reuse an unedited run.
 
     questions: one per request: (suffix, tokens to score, number of top tokens, True if prompt log-probabilities are
         read)
@@ -244,7 +244,7 @@ def _request(
 
 
 def _with_code(op: BoundOp, known: Mapping[int, Code], code: dict[int, Code]) -> BoundOp:
-    """Renumber an op's code, if it has any, and add the code to `code`: engines drop a request's code when it ends, so
+    """Renumber an op's code, if it has any, and add the code to `code`: engines drop code when its request ends, so
     requests cannot share a number."""
     if not isinstance(op.action, RunCode):
         return op
@@ -264,8 +264,8 @@ class Pace:
     """Splits items, in order, into batches that take about `BATCH_S` at the measured speed of earlier batches. The
     first batch is small.
 
-    most, first: the maximum size of any batch, and of the first batch, in units. An item is one unit, unless `units`
-        of `parts` returns its size
+    most, first: the maximum size of any batch, and of the first batch, in units. Items have size 1 unless `parts` is
+        given `units`
     """
 
     def __init__(self, most: int, first: int = FIRST) -> None:

@@ -1031,7 +1031,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return runs as a list. Raises `ProgramError` if one occurs twice."""
+    """Return runs as a list. Raises `ProgramError` if a run occurs twice."""
     runs = runs_of(runs)
     if len({run.key for run in runs}) < len(runs):
         raise ProgramError("expected distinct runs, got a duplicate", "runs")

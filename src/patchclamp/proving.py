@@ -1,4 +1,4 @@
-"""The prover. A site of a live model is offered only after runs of the model have shown that its site table is right.
+"""The prover. A site of a live model is available only once runs of the model have shown that the site table is right.
 
 A site has five proofs, all made with runs through the engine:
 shape  its rows have the right shape and are finite
@@ -47,7 +47,7 @@ MAX_UNMOVED_RTOL = 0.05  # relative change up to which an edit has not moved a r
 
 
 def watched(ref: SiteRef, watchable: dict[str, int]) -> list[str]:
-    """Return the `watchable` sites (name to point), at other points, that an edit at `ref` must or must not move."""
+    """Return sites that an edit at `ref` must, or must not, move (not at its own point). `watchable`: point by site."""
     names = (*SPECS[ref.name].moves, *unmoved(ref.name))
     return [text for name in names if watchable.get(text := f"{name}[{ref.layer}]", ref.point) != ref.point]
 
@@ -110,7 +110,7 @@ def _of_table(lm: LM, base: Run) -> dict[str, str]:
 
 
 def _stages(names: list[str], added: list[str]) -> list[tuple[str, tuple[str, ...], str]]:
-    """Return the stages of a layer: the stream before, the sites of `added` that it adds, and the stream after."""
+    """Return a layer's stages as (stream before, sites of `added` that are added to it, stream after)."""
     if "resid_mid" not in names:
         return [("resid_pre", tuple(added), "resid_post")]
     mixers = tuple(name for name in added if name in MIXERS)
@@ -326,8 +326,8 @@ def _same_alone(
     lm: LM, ids: list[int], base: Run, in_batch: Run, captures: Sequence[Capture], mover: SiteRef | None
 ) -> None:
     """Raise `EngineError` unless a run on its own reads the same rows as in a batch, and an edit at `mover` that moves
-    the logits in a batch also moves them on its own. Small steps may run other code than large ones (CUDA graphs);
-    code without taps ignores edits. If the batch is a small step too, neither run reads any rows."""
+    the logits in a batch also moves them on its own. Small steps may run other code than large ones (CUDA graphs); code
+    without taps ignores edits. If the batch is a small step, too, both runs read only zeros."""
     pairs = [(_row(base, ref), _row(in_batch, ref)) for ref in (lm.sites.resolve(each.at)[0] for each in captures)]
     gaps = [np.linalg.norm(alone - beside) / max(np.linalg.norm(beside), 1e-9) for alone, beside in pairs]
     inert = mover is not None and np.array_equal(_answer(_runs(lm, ids, [[_push(base, mover)]])[0]), _answer(base))

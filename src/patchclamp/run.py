@@ -116,7 +116,7 @@ class Owner(Protocol):
 class Run:
     """One executed request.
 
-    key: the run's name, by which programs refer to it: `From(run.key, site)`
+    key: the run's name, which programs use to refer to it: `From(run.key, site)`
     prompt_token_ids: the token ids of the prompt
     program: the program that it ran
     error: its error if it failed, else None
@@ -251,11 +251,10 @@ class Run:
         return self.answer.stop_reason
 
     def __getitem__(self, site: Site | str) -> torch.Tensor:
-        """Return a site's captured rows, on the CPU, in the capture's dtype: [T, W] for one layer, at the T positions
-        `run.positions(site)`, and [L, T, W] for several, the layers `run.layers(site)`. `run[pc.resid_post]` has all
-        captured layers; every layer of a list or range must have been captured. Sites with heads have
-        [T, H, E]; an integer index drops its axis, so `run[pc.z[5, 3]]` is [T, E]. A capture projected by W [k, D] has
-        [T, k].
+        """Return a site's captured rows, on the CPU, in the capture's dtype: [T, W] for one layer, [L, T, W] for
+        several; the axes follow `run.positions(site)` and `run.layers(site)`. `run[pc.resid_post]` has all captured
+        layers; every layer of a list or range must have been captured. Sites with heads have [T, H, E]; an integer
+        index drops its axis, so `run[pc.z[5, 3]]` is [T, E]. A capture projected by W [k, D] has [T, k].
 
         A capture with `pool` drops the axis of positions: [W], or [L, W].
 
@@ -385,7 +384,7 @@ class Run:
 
     @functools.cached_property
     def _probe_ops(self) -> dict[str, int]:
-        """The op number under which each probe's products are stored, by probe name."""
+        """The op number of each probe's stored products, by probe name."""
         return {op.action.probe: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and op.action.probe}  # fmt: skip
 
@@ -410,7 +409,7 @@ class Run:
         return self.probe_layout(name)[1].tolist()
 
     def _probe_number(self, name: str) -> int:
-        """Return the op number under which a probe's products are stored."""
+        """Return the op number of a probe's stored products."""
         self.answer  # noqa: B018  raises the run's own error
         if name not in self._probe_ops:
             raise unknown("probe", name, self._probe_ops)
@@ -433,12 +432,12 @@ class Run:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """A key, equal for runs whose captures are read in the same way at the same positions."""
+        """A key that is equal for runs whose captures are read in the same way at the same positions."""
         return id(self._ops), id(self.program), self.positions_computed, self._first, self.closed
 
     def capture_way(self, ref: SiteRef, probe: str = "") -> CaptureWay:
-        """Return the properties of a site's captured rows, or of a probe's. Raises `MissingSource` if runs must be read
-        one at a time."""
+        """Return the properties of a site's captured rows, or of a probe's. Raises `MissingSource` if the runs cannot
+        be read together."""
         self.answer  # noqa: B018  raises the run's own error
         point, name = ref.point, f"probe {probe!r}" if probe else str(ref)
         number = self._probe_ops.get(probe) if probe else None
@@ -503,8 +502,8 @@ class Run:
         return found
 
     def stopped_at(self, condition: ProbeCondition) -> tuple[int, str] | None:
-        """Return the number of generated tokens up to the first at which a condition on probes holds, and the stop
-        reason; None if it never holds. Only tokens that all its probes read are tested."""
+        """Return the number of generated tokens up to and including the first where a condition on probes holds, and
+        the stop reason; None if it never holds. Only tokens that all its probes read are tested."""
         positions = functools.reduce(
             np.intersect1d, (self._products(each.probe.name)[0] for each in comparisons(condition))
         )
@@ -531,18 +530,18 @@ class Run:
 
     @functools.cached_property
     def _lens_ops(self) -> dict[str, int]:
-        """The op number under which each lens's rows are stored, by path."""
+        """The op number of each lens's stored rows, by path."""
         return {path: number for path, number in self._kept_for_reading.items() if isinstance(self.op_at(path), Lens)}
 
     @functools.cached_property
     def _feature_ops(self) -> dict[str, tuple[int, int]]:
-        """The (point, op number) under which each `Features` op's rows are stored, by path."""
+        """The (point, op number) of each `Features` op's stored rows, by path."""
         points, numbers = {op.path: op.points[0] for op in self._ops if op.points}, self._kept_for_reading
         return {path: (points[path], numbers[path]) for path, op in self.program.ops if isinstance(op, Features)}
 
     @functools.cached_property
     def _kept_for_reading(self) -> dict[str, int]:
-        """The op number under which the rows of each lens, features or attention op are stored, by path."""
+        """The op numbers of the rows stored for lenses, features and attention ops, by path."""
         return {op.path: stored_op(op, i) for i, op in enumerate(self._ops)
                 if isinstance(op.action, Keep) and (op.action.lens or op.action.reader)}  # fmt: skip
 
@@ -771,7 +770,7 @@ class Run:
         return {op.path: ordinal for ordinal, op in enumerate(self._ops) if captures_site(op)}
 
     def _computed(self, positions: np.ndarray) -> np.ndarray:
-        """Return the ascending `positions` that were computed, without those before the first to be read."""
+        """Return the ascending `positions` that were computed, starting at the first position to read."""
         begin, end = np.searchsorted(positions, [self._first, self.positions_computed])
         return positions[begin:end]
 
@@ -784,7 +783,7 @@ class Run:
         return at, self.captured_layers(at), ordinal
 
     def captured_layers(self, at: Site) -> list[SiteRef]:
-        """Return a site's refs; without a layer, those of the captured layers, or all if none was captured."""
+        """Return a site's refs. Without a layer, only captured layers count, or all layers if none was captured."""
         refs = self.site_map.resolve(at)
         captured = [ref for ref in refs if ref.point in self._captured] if at.layers is None else []
         return captured or refs
@@ -811,7 +810,7 @@ class Run:
 
     @functools.cached_property
     def pools(self) -> dict[int, str]:
-        """The kind of pooling, by point, of points with pooled rows."""
+        """The pooling by point, for points with pooled rows."""
         keeps = [(op.action, op.points) for op in self._ops if captures_site(op)]
         return {point: POOLS[keep.pool - 1] for keep, points in keeps if isinstance(keep, Keep) and keep.pool
                 for point in points}  # fmt: skip
@@ -866,7 +865,7 @@ class Run:
         return self._computed(position_array(self._stored_op(ordinal).kept))
 
     def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the positions, and a mask of those that the op selects given the generated tokens (None if all)."""
+        """Return the positions and a mask of the selected positions, which depend on generated tokens (None: all)."""
         op = self._stored_op(ordinal)
         if not _conditional(op):
             return positions, None
@@ -1099,7 +1098,7 @@ class LensResult(NamedTuple):
 
 
 class FeaturesResult(NamedTuple):
-    """An attached SAE's features at each token: the largest first, or the requested ones.
+    """An attached SAE's features at each token: the largest in descending order, or the requested features.
 
     positions: the tokens' positions, [T]
     ids, values: int32 and fp32, [T, k]. A feature whose value is 0 is not active

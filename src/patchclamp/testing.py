@@ -557,13 +557,13 @@ class _Net:
         return logits_NV
 
     def unembed(self, h_RD: np.ndarray) -> np.ndarray:
-        """Return the logits [R, V] of normed rows."""
+        """Return the logits [R, V] of rows that passed the final norm."""
         return _times(h_RD, self._unembedding_DV)
 
     def _attention(
         self, number: int, layer: _Layer, h_RD: np.ndarray, rows: list[tuple[_ActiveRequest, int]], tap: Tap
     ) -> np.ndarray:
-        """Write the rows' keys and values to their requests' caches, then compute each row's attention over it."""
+        """Write the rows' keys and values to their requests' caches, then compute each row's attention."""
         positions = [p for _, p in rows]
         q_RD, k_RD, v_RD = (_times(h_RD, weight) for weight in (layer.q_DD, layer.k_DD, layer.v_DD))
         for kind, projected_RD in (("q", q_RD), ("k", k_RD), ("v", v_RD)):

@@ -1,4 +1,4 @@
-"""CARRY: the engines that run programs, and `open_engine`, which loads a model into one.
+"""The engines, which run programs, and `open_engine`, which opens an engine with a model loaded.
 
 One protocol (`base`) has implementations for vLLM, Transformers and HTTP, and a fake in `patchclamp.testing`.
 """
@@ -78,7 +78,7 @@ def default_engine() -> str:
 
 
 def resolve(model: str, options: Mapping[str, Any]) -> str:
-    """Return a model's folder or hub id; prepare "smollm2" first. Raises `ModelError` if the model cannot be loaded."""
+    """Return a model's hub id or folder (created for "smollm2"). Raises `ModelError` if the model cannot be loaded."""
     if model != "smollm2":
         check_checkpoint(model, options)
         return model

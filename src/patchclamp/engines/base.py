@@ -1,7 +1,7 @@
 """The engine protocol: `Engine` takes `Request`s and returns `Answer`s. `patchclamp.testing` implements it in one file.
 
 Also here: the doctor's findings, LoRA adapters in PEFT's folder format, the `numerics` of compiled engines, a context
-with fewer full garbage collections, and the encoding and digest of programs sent to an engine core.
+manager that runs fewer full garbage collections, and the encoding and digest of programs sent to an engine core.
 
 On an engine that compiles, `numerics` selects the code for steps without programs:
 
@@ -9,7 +9,7 @@ uniform: the same code, with taps, as steps with programs. Capturing activations
     leaves a run bit-identical. The default of `pc.LM`.
 stock: code compiled without taps, bit-identical to the engine's own. The default of a server.
 
-The two round differently in the last bits wherever the compiler fuses ops across a tap.
+Their results differ in the last bits wherever the compiler fuses ops across a tap.
 """
 
 from __future__ import annotations
@@ -249,14 +249,14 @@ class Request(msgspec.Struct):
     bound: the bound program, if any
     vectors: the program's inline vectors, rows [n, W] by bank key
     sampling: sampling parameters, by vLLM's names
-    score: token ids whose log-probabilities as the next token are returned
+    score: token ids to score as the next token; the answer has their log-probabilities
     logprobs: the number of top tokens to report for each generated token; 0: only the generated token; None: no
         log-probabilities
     code: the functions of the program's `Apply` ops, by op index
     sources: the runs that the program reads, kept until the request ends
     listener: a callback for the output as it is generated
     adapter: the LoRA adapter to apply
-    chat: the chat messages from which the prompt was rendered, if any
+    chat: the chat messages that the prompt was rendered from, if any
     images: the positions of each image's placeholder tokens in the prompt
     inputs: for a prompt with images, the engine's own representation (`Expanded.inputs`)
     ended: True once `Engine.end` was called
@@ -312,7 +312,7 @@ class Monitor(msgspec.Struct, frozen=True):
     """A probe that scores every token of every request of an engine.
 
     probe: the probe, without token selection or pooling
-    threshold: the score above which a token is counted; None: do not count
+    threshold: count the tokens that score above this value; None: do not count
     points: the points of the probe's site, in layer order
     columns: indices of the probe's columns in the products of all monitors, [T, K]; k columns for each point
     """
@@ -324,7 +324,7 @@ class Monitor(msgspec.Struct, frozen=True):
 
     @property
     def weight(self) -> np.ndarray:
-        """The probe's weight W, [k, D]."""
+        """The numbers of draft tokens proposed and accepted for a request in speculative decoding."""
         assert isinstance(self.probe.weight, Vector)
         return self.probe.weight.rows()
 
@@ -351,7 +351,7 @@ class Answer(msgspec.Struct):
     finish_reason: "stop" or "length"
     cached_tokens: the number of prompt tokens read from the prefix cache
     top_logprobs: log-probabilities of the top tokens by token id, for each generated token
-    computed_from: the first layer and prompt position computed, if earlier ones were reused from the prompt's run
+    computed_from: the first layer and prompt position that were computed, if the rest came from the prompt's run
         without a program; None if the prompt was computed in full or read from a prefix cache
     drafts: draft token counts; None if the engine does not count drafts, or makes none
     monitored: the products W h of the always-on probes (`Engine.monitors`) for every input token, [T, K]
@@ -391,15 +391,15 @@ class Tokenizer(Protocol):
     """Conversion between text and token ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, with the tokenizer's special tokens."""
+        """Encode a text, with the tokenizer's special tokens."""
         ...
 
     def bare(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
+        """Encode a text without special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Decode token ids to text, without special tokens."""
         ...
 
     def settled(self, ids: Sequence[int]) -> str:
@@ -407,7 +407,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token on its own."""
+        """Decode each token separately."""
         ...
 
     def spell(self, ids: Sequence[int], text: str | None) -> tuple[str, list[tuple[int, int]]]:
@@ -456,7 +456,7 @@ TopTokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # positions [T], ids [T, 
 
 
 def by_capture(positions: Sequence[np.ndarray], ids: np.ndarray, logprobs: np.ndarray) -> list[TopTokens]:
-    """Split the top tokens' concatenated ids and log-probabilities into one item per capture."""
+    """Split the concatenated ids and log-probabilities of top tokens into one `TopTokens` per capture."""
     ends = np.cumsum([len(each) for each in positions], dtype=np.int64)[:-1]
     return list(zip(positions, np.split(ids, ends), np.split(logprobs, ends), strict=True)) if positions else []
 
@@ -468,7 +468,7 @@ class VllmLLM(Protocol):
 
 
 class Wanted(NamedTuple):
-    """A fetch of a run's captured rows from position `first` on. `op`: the index of a capturing op; None: all ops."""
+    """A request for a run's captured rows from position `first` on. `op`: index of a capturing op; None: all ops."""
 
     run: str
     point: int
@@ -497,7 +497,7 @@ class Engine(Protocol):
 
     The default methods of optional features raise an error; engines that support a feature override them.
 
-    model: facts of the model
+    model: facts about the model
     sites: its site map
     tokenizer: its tokenizer
     remote: True if programs run in other processes, so `Apply` is not supported
@@ -552,7 +552,7 @@ class Engine(Protocol):
         ...
 
     def fetch(self, run: str, point: int, op: int | None = None, first: int = 0) -> Captured:
-        """Return the ascending positions [T] and rows [T, W] that a run captured at `point`; `op`, `first` as in
+        """Return the ascending positions [T] and rows [T, W] that a run captured at `point`; `op`, `first`: as in
         `Wanted`. If two ops captured a position, the later one wins."""
         ...
 
@@ -588,12 +588,12 @@ class Engine(Protocol):
         ...
 
     def abort(self, runs: list[str]) -> None:
-        """Stop unfinished runs, as far as the engine can, and free their captures."""
+        """Stop unfinished runs, if the engine can, and free their captures."""
         ...
 
     def end(self, requests: list[Request]) -> None:
-        """End unfinished requests early, as far as the engine can. Each keeps its captures and is answered with its
-        output so far. The caller drops tokens generated after this call."""
+        """End unfinished requests early, if the engine can. Each keeps its captures and is answered with its output so
+        far. The caller drops tokens generated after this call."""
         for request in requests:
             request.ended = True
 

@@ -26,7 +26,7 @@ WATCH = "_patchclamp_watch"  # of a module: called with query, key and options o
 
 
 class DenseKeys:
-    """Keys and values of layers that programs read, kept until the forward pass ends (`runtime.attention.Keys`)."""
+    """Keys and values of layers whose attention programs read, kept until the pass ends (`runtime.attention.Keys`)."""
 
     def __init__(self, net: Any, sites: SiteMap, runtime: Runtime) -> None:
         self._runtime, self._points = runtime, dict[torch.nn.Module, int]()
@@ -41,7 +41,7 @@ class DenseKeys:
     def around(
         self, module: torch.nn.Module, name: Literal["query", "output"], tap: Callable[[torch.Tensor], None]
     ) -> None:
-        """Hook an attention module: call `tap` on its queries, [B, T, H · E], in passes that read them."""
+        """Hook an attention module: in passes where a program acts, call `tap` on its queries, [B, T, H · E]."""
         number, acts = self._points[module], self._runtime.acts_at
 
         def watch(
@@ -114,7 +114,7 @@ def _facts(query_BHTE: torch.Tensor, options: dict[str, Any]) -> AttentionFacts:
 
 @functools.cache
 def _wrap_attention_functions() -> None:
-    """Wrap Transformers' attention functions to pass their queries and keys to watched modules first."""
+    """Wrap Transformers' attention functions so that they first call a module's `WATCH` function, if it has one."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     functions: Any = ALL_ATTENTION_FUNCTIONS

@@ -288,7 +288,7 @@ class Passes:
 
     @contextlib.contextmanager
     def _reading(self, net: Any) -> Iterator[None]:
-        """Store the unembedding's inputs at all positions, but unembed only the last `keep`."""
+        """Inside the context, store the unembedding's inputs at all positions, but unembed only the last `keep`."""
         keep, self.keep = self.keep, self.ids_BT.shape[1]
 
         def take(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -316,7 +316,7 @@ class Passes:
 
 @functools.cache
 def cache_name(kind: type) -> str:
-    """Return the name of a model class's cache argument. Classes that cache only states use another name."""
+    """Return the name of the cache argument: "cache_params" for a model class that caches only recurrent states."""
     return "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
@@ -324,7 +324,7 @@ class Generation:
     """A batch of requests, including any that have already failed.
 
     errors: the error of each request, if any
-    computed_from: the cut at which the first step begins; None to compute everything
+    computed_from: the cut where the first step begins; None to compute everything
     readout: the values read from the last step's logits
     has_failed: True if an error ended the whole batch
     """

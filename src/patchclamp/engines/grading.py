@@ -58,7 +58,7 @@ class GradeJob(msgspec.Struct):
     has_baseline: bool = True
 
     def without_refused(self) -> GradeJob:
-        """Return the job with empty programs in place of the refused ones."""
+        """Return the job with its refused programs replaced by empty programs."""
         if not self.refused:
             return self
         bound = [None if number in self.refused else self.bound(number) for number in range(self.count)]
@@ -140,7 +140,7 @@ class Grades(PublicStruct, frozen=True, eq=False):
 
 
 def arrived(found: queue.SimpleQueue[Any]) -> Any:
-    """Poll a queue for its next item. A blocking wait could delay signal handling until an item arrives."""
+    """Return a queue's next item. This polls, because a blocking wait could delay signal handling."""
     while True:
         with contextlib.suppress(queue.Empty):
             return found.get(timeout=LOOK_EVERY_S)
@@ -160,7 +160,7 @@ class GradeTable:
         self.done: np.ndarray = np.zeros(rows, bool)
 
     def take(self, number: np.ndarray, found: Sequence[np.ndarray], errors: Mapping[int, PatchclampError]) -> None:
-        """Add the results of programs `number`. `found`: log-probabilities, KL, top token ids and log-probabilities."""
+        """Add results for program indices `number`. `found`: log-probabilities, KL, top ids and log-probabilities."""
         columns = (self.logprobs, self.kl, self.top_ids, self.top_logprobs)
         for column, values in zip(columns, found, strict=True):
             if column is not None and column.size and values.size:

@@ -36,7 +36,7 @@ class LastNorm(NamedTuple):
 
     @classmethod
     def of(cls, net: torch.nn.Module, sites: SiteMap, engine: Literal["transformers", "vllm"]) -> LastNorm:
-        """Find the final norm through the site table's taps."""
+        """Find the model's final norm with the site table."""
         tap = next(tap for point, tap in sites.taps(engine) if point.kind == "stream_end")
         return cls(find(net, tap.module), sites.sizes.factor(tap.scale), tap.residual is not None)
 
@@ -85,7 +85,7 @@ def top_tokens(
 
 
 def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
-    """Yield the rows in order, in parts of at most `size`."""
+    """Yield the rows in order, in chunks of at most `size` rows; a chunk is a list of tensors."""
     part, count = list[torch.Tensor](), 0
     for piece in (piece for each in rows for piece in each.split(size) if len(piece)):
         if count + len(piece) > size:

@@ -98,7 +98,7 @@ def model_name(model: Any) -> str:
 def check_checkpoint(name: str, options: Mapping[str, Any]) -> None:
     """Raise `ModelError`, with the likely fix, for an unknown name or a folder that cannot be loaded.
 
-    options: the engine's options, which may make a file unnecessary
+    options: the engine's options; with some, such as `skip_tokenizer_init`, fewer files are required
     """
     path = Path(name)
     if len(os.fsencode(name)) > MOST_NAME_BYTES or "\0" in name:
@@ -212,9 +212,9 @@ def _stored(folder: Path) -> int:
 
 
 def default_dtype(name: str) -> str | None:
-    """Return "float32" for a model below 2 B parameters whose config is on this machine, and log this once unless
-    the checkpoint has that dtype. Otherwise None: also for quantized models, and for linear attention, which on a CPU
-    supports only bfloat16."""
+    """Return "float32" for a model below 2 B parameters whose config is on this machine. Log this once if the
+    checkpoint has another dtype. Return None for other models, quantized models, and models with linear attention,
+    which supports only bfloat16 on a CPU."""
     folder = Path(name)
     if not folder.is_dir():
         found = None if "://" in name or ":" in name else cached(name, "config.json")

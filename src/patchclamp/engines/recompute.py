@@ -1,4 +1,4 @@
-"""Partial passes of the Transformers engine, which compute only activations that programs can change.
+"""Partial passes of the Transformers engine, which compute only the activations that programs can change.
 
 The rest comes from the trunk, the prompt's run without a program. A pass branches off the trunk at a cut (`plan.cuts`).
 It computes tokens starting at the cut's position, and uses the trunk's keys and values before it. Layers below the cut
@@ -47,7 +47,7 @@ class SkippableLayers:
 
     @contextlib.contextmanager
     def read(self, stream: list[torch.Tensor]) -> Iterator[None]:
-        """Append the inputs of each layer and of the module after the last layer, [B, T, D] each, to `stream`."""
+        """Inside the context, append the input of each layer and of the module after them, [B, T, D], to `stream`."""
 
         def take(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             stream.append(args[0].clone())
@@ -129,7 +129,7 @@ class Trunk:
         return cache
 
     def complete(self, cache: Any, layers: int, count: int) -> None:
-        """Fill the first `layers` layers of a cache, which the pass skipped, from the trunk at all positions."""
+        """Fill the cache of the first `layers` layers, which the pass skipped, with the trunk's keys and values."""
         for number, layer in enumerate(cache.layers[:layers]):
             self._fill(layer, number, count, len(self.prompt))
 
@@ -177,7 +177,7 @@ FEW = "too few runs share a prompt, or their programs change nearly all of it"
 
 
 class Recompute:
-    """Caches trunks, and decides when to use them.
+    """Caches the trunks of recent prompts, and decides which requests start from a trunk.
 
     whole_because: the reason why every run is computed in full; "" if cuts are allowed
     passes: the number of prefill passes computed in full, and the number computed from a cut

@@ -1,4 +1,4 @@
-"""The `Tokenizer` protocol on a Transformers tokenizer, and the positions of a chat's messages in its prompt.
+"""The `Tokenizer` protocol for Transformers tokenizers, and the positions of a chat's messages in its prompt.
 
 A chat template may transform messages arbitrarily, so positions are never guessed. The chat is rendered again with
 marks in place of message contents. The text between the marks, joined with the contents, must reproduce the prompt
@@ -25,7 +25,7 @@ Turn = tuple[str, list[int]]  # a message's role, and the positions of the token
 
 
 class Chat(msgspec.Struct):
-    """A prompt's messages, and further template arguments such as `add_generation_prompt`."""
+    """A prompt's messages, and further chat template arguments, such as `add_generation_prompt`."""
 
     messages: list[dict[str, Any]]
     options: dict[str, Any] = {}
@@ -56,7 +56,7 @@ def _remembered(content: Any) -> Any:
 def prompt_of(
     tokenizer: Any, ids: Sequence[int], text: str | None, chat: Chat | None, images: Sequence[Sequence[int]] = ()
 ) -> Prompt:
-    """Return the prompt to which programs are bound. `text`: its original text, if known; `images` as in `Prompt`."""
+    """Return the `Prompt` that programs are bound to. `text`: its original text, if known; `images` as in `Prompt`."""
     turns = None if chat is None else functools.cache(lambda: tokenizer.turns(ids, chat.messages, chat.options))
     return Prompt(ids, functools.cache(lambda: tokenizer.spell(ids, text)), turns, images, tokenizer.bare)
 
@@ -265,8 +265,8 @@ class HubTokenizer:
         return full, offsets
 
     def _continues(self, ids: list[int], i: int, full: str, begin: int, context: int, decoded: str) -> bool:
-        """True if the tokens starting at `i` decode to `full` from `begin`, apart from leading spaces; of a long text,
-        the next tokens are compared. `decoded`: the text of the tokens from `context` to `i`."""
+        """True if the tokens starting at `i` decode to `full` from `begin`, apart from leading spaces. In long texts,
+        only the next tokens are compared. `decoded`: the text of the tokens from `context` to `i`."""
         end, text = i, ""
         while end < len(ids) and end - i < 8 * WINDOW and not text.strip(PARTIAL):
             end = min(end + WINDOW, len(ids))

@@ -167,7 +167,7 @@ def _watching(
 def _read(net: Any, tap: Tap, read: Callable[[torch.Tensor], None], copied: bool) -> Any:
     """Hook a tap: call `read` with its tensor.
 
-    copied: pass a copy of the input to the module, because other modules may read the original. Outputs are always
+    copied: True to pass the module a copy of its input, because other modules may read the original. Outputs are always
         copied, because the model may add to them in place.
     """
 
@@ -350,7 +350,7 @@ class TransformersEngine(Engine):
         return [Finding("configuration", "recompute", "ok", words)]
 
     def _call(self, job: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run a job on the engine's thread, after freeing released runs. With no job left, finish the last batch."""
+        """Run a job on the engine's thread, after freeing released runs. If no job is queued, finish the last batch."""
 
         def run() -> Any:
             try:
@@ -374,7 +374,7 @@ class TransformersEngine(Engine):
             raise
 
     def _read(self, job: Callable[[], Any]) -> Any:
-        """Run a job that reads captures on the engine's thread, between two steps if a batch is running."""
+        """On the engine's thread, run a job that reads captures; if a batch is running, between two of its steps."""
         read: Future[Any] = Future()
         self._reads.append((read, job))
         self._call(self._read_pending).add_done_callback(functools.partial(settle_if_failed, [read]))
@@ -421,7 +421,7 @@ class TransformersEngine(Engine):
         return by_capture([positions for positions, _ in captured], *found)
 
     def _unembed(self, rows_ND: torch.Tensor) -> torch.Tensor:
-        """Compute the logits of normed rows."""
+        """Compute the logits of rows that passed the final norm."""
         logits_NV = self._net.get_output_embeddings()(rows_ND) * self.sites.sizes.logit_factor
         cap = self.sites.sizes.logit_cap
         return logits_NV if cap is None else cap * (logits_NV / cap).tanh()
@@ -477,7 +477,7 @@ class TransformersEngine(Engine):
             settle(future, answer)
 
     def _admit(self, requests: list[Request]) -> list[Exception | None]:
-        """Place programs and install them together. Return each request's error."""
+        """Allocate space for programs, and install them together. Return each request's error."""
         errors: dict[str, Exception] = {}
         arrivals: list[Arrival] = []
         vectors: dict[str, torch.Tensor] = {}
@@ -501,7 +501,7 @@ class TransformersEngine(Engine):
         return [errors.get(request.run) for request in requests]
 
     def _placed(self, request: Request, bound: BoundProgram) -> Placement:
-        """Place a program. Raises `CapacityError` if the batch has no room for it."""
+        """Allocate space for a program. Raises `CapacityError` if the batch has no room for it."""
         sources = {source.key: source for source in request.sources}
         sizes = bank_sizes(bound, request.vectors, self.sites, lambda run, point: len(sources[run].positions_of(point)))
         placement = self._room.place(record_count(bound.ops), sizes)

@@ -1,7 +1,7 @@
 """Weights of a live model by TransformerLens' names, found through the taps of its site table.
 
 A name refers to the same matrix on both engines, although vLLM fuses projections, shards them across workers, and packs
-or quantizes them. A weight that is not a plain matrix is read by multiplying the identity by it.
+or quantizes them. A weight that is not stored as a plain matrix is read by applying its module to the identity.
 
     D model width · V vocabulary · P positions · H heads (or key/value heads) · E head size ·
     M MLP width · I input of a matrix
@@ -284,7 +284,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _rows(module: Any, is_bias: bool) -> torch.Tensor | None:
-    """Return a linear module's weight [I, O], by which rows are multiplied, or its bias [1, O]; None if it has none."""
+    """Return a linear module's weight [I, O], for rows @ weight, or its bias [1, O]; None if it has none."""
     import torch
 
     if module is None:

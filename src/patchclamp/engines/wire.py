@@ -216,7 +216,7 @@ class GradedPart(msgspec.Struct, tag="grades"):
         return cls(i, number.tobytes(), [b"" if of is None else of[number].tobytes() for of in columns], errors)
 
     def read(self, table: GradeTable, first: int) -> np.ndarray:
-        """Add the results to a table in which the part starts at program `first`; return their indices there."""
+        """Add the results to a table; return their program indices. `first`: the index of the part's first program."""
         number = np.frombuffer(self.number, np.int64)
         number = np.where(number < 0, -1, number + first)
         dtypes = np.float32, np.float32, np.int64, np.float32

@@ -377,9 +377,9 @@ class Activation(InPlace):
         return Expression({self._recording.read(self._spot): 1.0})
 
     def clone(self) -> Draft:
-        """Copy the current value: later writes to this tensor do not change the copy. The copy can be changed in place
-        and written back. It belongs to the same run, so writes at earlier layers change it, even those on later
-        lines."""
+        """Copy the current value: later writes to this tensor do not change the copy. The copy can be changed in
+        place and written back. It belongs to the same run, so writes at earlier layers change it, even writes on
+        later lines."""
         return Draft(self, self._recording.read(self._spot), [], self._spot)
 
     def detach(self) -> Activation:
@@ -508,7 +508,7 @@ class Activation(InPlace):
             self._record(Add, self._vector(constant))
 
     def is_unwritten_since(self, read: Entry) -> bool:
-        """True if a read has this tensor and these tokens, and the tensor was not written after the read."""
+        """True if a read is of this tensor at these tokens, and the tensor was not written after the read."""
         here = self._recording, self._spot.site, self._spot.tokens
         same = here == (read.recording, read.spot.site, read.spot.tokens)
         return same and not self._recording.is_written_since(read)
@@ -678,7 +678,7 @@ class Draft(InPlace):
                 Activation(target._recording, self._onto(target, part)).change(sign, value)
 
     def _onto(self, target: Activation, part: Spot) -> Spot:
-        """Return the spot in the target to which a part of the copy is written."""
+        """Return the spot in the target that a part of the copy is written to."""
         own, spot = self._of._spot, target._spot
         site, single, tokens = spot.site, part.single, part.tokens
         if part.site.index != own.site.index:
@@ -1086,7 +1086,7 @@ class Cache(Mapping[str, torch.Tensor]):
         return [self.recording]
 
     def fill(self, run: Run | None) -> None:
-        """Store the run's captures of the sites at the cache's tokens; other captures may have more positions."""
+        """Store the run's rows at the cache's sites and tokens; other ops may capture more positions of a site."""
         assert run is not None
         wanted, rows = run.select(self.tokens), {}
         for name, captured in self.recording.lm.fetch([run], self.sites, copy=False)[0].items():

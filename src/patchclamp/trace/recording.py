@@ -1,8 +1,8 @@
 """Recordings: one prompt's reads and writes as ops, in the order of the caller's lines, and the runs they require.
 
-A `Spot` is a model tensor at selected tokens, to which a proxy refers. It has the module's shape without the batch
-axis, [T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W], when
-indexed and when saved. `logits` never has this axis.
+A `Spot` is a model tensor at selected tokens, and each proxy refers to a spot. A spot has the module's shape without
+the batch axis, [T, W], or [T, H, E] for heads. The names of nnterp (`layers_output[5]`) keep the batch axis, [1, T, W],
+when indexed and when saved. `logits` never has this axis.
 
 An `Entry` is a read or write of a spot. It keeps the caller's line, for errors that are raised at the end of the trace.
 
@@ -410,7 +410,7 @@ class Recording:
         return entry
 
     def is_written_since(self, read: Entry) -> bool:
-        """True if a write after the read acts at one of its points."""
+        """True if a later write acts at one of the read's points."""
         return any(not e.is_read and e.points & read.points for e in self.entries[read.number :])
 
     def check(self, op: SiteOp) -> None:

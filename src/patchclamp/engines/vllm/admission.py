@@ -1,11 +1,11 @@
 """Admission in the engine core: allocates slots, records and bank space, and places each program before its request is
 scheduled.
 
-A request whose program does not fit beside the running ones waits, first come first served (or by priority); requests
-without programs overtake it. The workers' tasks, `Orders`, are sent with the scheduler's output, without another round
-trip. A program's `Verdict`, its receipt or error, is returned with the request's outputs.
+A request whose program does not fit alongside the running programs waits, first come first served (or by priority);
+requests without programs overtake it. The workers' tasks, `Orders`, are sent with the scheduler's output, without
+another round trip. A program's `Verdict`, its receipt or error, is returned with the request's outputs.
 
-`LastWords` is a store through which an engine core's front ends exchange notes.
+`LastWords` stores notes that an engine core's front ends exchange.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LastWords:
 class InstallOrder(msgspec.Struct):
     """A program for the workers to install.
 
-    program: the encoded program, from which workers compute its receipt
+    program: the encoded program; its receipt is computed from these bytes
     checked: the positions whose labels are checked (`SelfCheck`)
     """
 
@@ -122,7 +122,7 @@ class Verdict(msgspec.Struct):
 
 
 class SelfCheck(msgspec.Struct):
-    """A request's tokens, with which the workers check the labels of its captures.
+    """Tokens of a request, which the workers use to check the labels of its captures.
 
     Rows at `embed` are captured along with the request's own captures, through the same labels, buffers and positions.
     They must equal the embedding matrix's rows for the tokens at these positions.
@@ -281,7 +281,7 @@ class Admission:
 
     @property
     def has_orders(self) -> bool:
-        """True if there are tasks for the workers, even if no request is scheduled."""
+        """True if there are tasks for the workers. They require a step even if no request is scheduled."""
         return bool(self._orders.release or self._orders.admit)
 
     def take_orders(self) -> Orders | None:
@@ -428,7 +428,7 @@ class Admission:
                 "requests": len(self.programs), "leases": len(self._leases)}  # fmt: skip
 
     def _admit(self, request_id: str, program: RequestProgram) -> bool:
-        """Place a program. Return False if there is no room, or if it fails, with its error recorded."""
+        """Allocate space for a program. Return False if there is no room, or on an error, which is recorded."""
         try:
             sizes = resident_sizes(program.bound, program.sizes, self._sites)
             missing = next((key for key in program.sizes if is_vector(key) and key not in self._vectors), None)
@@ -462,7 +462,7 @@ class Admission:
 
 
 def _is_checkable(request: Any, program: RequestProgram) -> bool:
-    """True if a request has captures, and its activations at `embed` are rows of the embedding matrix. They may not be
-    with an adapter, or if the prompt was given as embeddings."""
+    """True if a request has captures, and the rows at `embed` are known to be rows of the embedding matrix: the request
+    has no adapter, and its prompt was not given as embeddings."""
     captures = any(op.kind == CAPTURE for op in program.bound.ops)
     return captures and request.lora_request is None and request.prompt_embeds is None

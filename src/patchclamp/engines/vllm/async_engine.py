@@ -1,4 +1,4 @@
-"""A server's engine: patchclamp requests beside others on an `AsyncLLM`, in one API process."""
+"""The engine of a server's API process: runs patchclamp requests on an `AsyncLLM` that also serves other requests."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ class AsyncEngine(VllmFrontEnd):
         self._release(runs)
 
     def end_runs(self, runs: list[str]) -> None:
-        """End runs early, as `end` does, for runs that `submit` started."""
+        """End these runs early, as `end` does. Ignores runs that `submit` did not start."""
         self.end([self._requests[run] for run in runs if run in self._requests])
 
     # -- on the loop's thread: calls of the cores
@@ -351,7 +351,7 @@ class AsyncEngine(VllmFrontEnd):
         return clients.request_tokens(self._processor, name, first, count)
 
     def say(self, key: str, note: bytes) -> None:
-        """Publish a note, replacing the last one under its key, to the server's other API processes."""
+        """Publish a note to the server's other API processes, replacing the last note under its key."""
         tell_cores(self.client, "say", key, note, only=0)
 
     async def said_since(self, number: int) -> tuple[int, list[bytes]]:
@@ -369,14 +369,14 @@ class AsyncEngine(VllmFrontEnd):
         return summed
 
     def _core_of(self, request: Request) -> int | None:
-        """Return the core with the client's captures if a request reads or captures rows; None if any core will do."""
+        """Return the index of the client's core if a request reads or captures rows; None if any core will do."""
         assert request.bound is not None
         ops = request.bound.ops
         is_bound = any(op.kind == CAPTURE or any(map(source_of, op.keys)) for op in ops)
         return self._core_of_run(request.run) if clients.core_count(self.client) > 1 and is_bound else None
 
     def _core_of_run(self, run: str) -> int:
-        """Return the core that keeps a run's captures. All runs of a client share it, as they may read each other."""
+        """Return the index of a run's core. A client's runs share a core, because they may read each other's rows."""
         return zlib.crc32(run.rpartition("-")[0].encode()) % clients.core_count(self.client)
 
     # -- on the loop's thread: calls of the workers
@@ -387,7 +387,7 @@ class AsyncEngine(VllmFrontEnd):
         return results_of(answer for core in by_core for answer in core)
 
     async def status_async(self) -> dict[str, Any]:
-        """Return the status of all workers of all engine cores, as `merged`, and the counts of this process."""
+        """Return the workers' `merged` statuses, the cores' counts, and this process's number of active requests."""
         by_core = [await self.ask("status", only=core) for core in range(clients.core_count(self.client))]
         return {
             **merged([status for core in by_core for status in core]), **await self.counts(),

@@ -58,7 +58,7 @@ class Job(msgspec.Struct, array_like=True):
 
     parts: the prompts; cells are numbered consecutively across them
     kl, top: as in a `GradeJob`
-    window: cells are sorted by start within windows of this size
+    window: the number of consecutive cells that are sorted by start; 0: cells are not sorted
     cells: `CellRecords.to_bytes()` · vectors: rows to load, as safetensors
     """
 
@@ -112,7 +112,7 @@ class BatchResult(msgspec.Struct, array_like=True):
 
 class Bulk:
     """One worker's grading jobs. `at_work`: a context in which the model runs with taps. `await_logits`: called before
-    logits are computed, so that the logits tap acts."""
+    logits are computed, to enable the logits tap."""
 
     def __init__(
         self, runtime: Runtime, model: BatchModel, at_work: Callable[[], AbstractContextManager[Any]],
@@ -326,8 +326,8 @@ class _RunningJob:
         return BatchResult(*parts, errors, left, batch.rows)  # pyright: ignore[reportCallIssue]
 
     def _terms(self, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens to score in cells of these parts: each token's cell index, [n], and its (score, sequence,
-        offset, token), [n, 4]."""
+        """Return the tokens to score for cells of these prompts: each token's cell index, [n], and its (score,
+        sequence, offset, token), [n, 4]."""
         cells, terms = [], []
         for i in np.unique(part).tolist():
             of_part = [(j, *term) for j, score in enumerate(self._job.parts[i].terms) for term in score]

@@ -72,7 +72,7 @@ FIRST_ROWS, BATCH_S = 1 << 9, 2.0  # on a CPU: rows of the very first batch; max
 
 
 class BatchFacts(NamedTuple):
-    """A worker's support for batches, and their limits.
+    """A worker's support for batches, and the limits of a batch.
 
     refusal: the reason why batches are not supported; "" if they are
     block, blocks: the number of tokens per cache block, and the number of blocks
@@ -93,7 +93,7 @@ class BatchFacts(NamedTuple):
 
 
 class VllmFrontEnd(Engine):
-    """The shared half of both engines."""
+    """Base class of `VllmEngine` and `AsyncEngine`."""
 
     config: VllmConfig
     keeps_scores = True  # of the always-on probes, in answers to this engine's requests
@@ -132,7 +132,7 @@ class VllmFrontEnd(Engine):
         check_sampling(sampling)
 
     def _tell(self, method: str, *args: Any) -> None:
-        """Call a method of every core's admission without waiting. It runs before later requests arrive."""
+        """Call a method of every core's admission without waiting. The call precedes requests submitted later."""
         raise NotImplementedError
 
     def _hold(self, requests: Iterable[Request]) -> None:
@@ -184,7 +184,7 @@ class VllmFrontEnd(Engine):
         self._ask_now("detach", name)
 
     def _ask_now(self, verb: str, *args: Any) -> list[Any]:
-        """Call every worker. Runs on any thread but the engine's."""
+        """Call every worker and return the results. Must not run on the engine's thread."""
         raise NotImplementedError
 
     def _grading(
@@ -331,7 +331,7 @@ class VllmFrontEnd(Engine):
 
 
 def next_call(calls: Grading, result: Any) -> tuple[str, tuple[Any, ...]]:
-    """Send a call's result to a grading, and return the next call as (name, arguments); ("", ()) after the last one."""
+    """Send a call's result to a `Grading`. Return the next call as (name, arguments); ("", ()) after the last one."""
     try:
         return calls.send(result)
     except StopIteration:

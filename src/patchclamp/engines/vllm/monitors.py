@@ -194,7 +194,7 @@ class _Taken(NamedTuple):
 
 
 class SlotScores:
-    """Every cached token's products by KV-cache slot, and the number of tokens sent for each request.
+    """Every cached token's products by KV-cache slot, and the number of tokens of each request whose scores were sent.
 
     columns: K, the products per token · blocks: the number of cache blocks · block: the tokens per block
     length: the maximum number of tokens of a request
@@ -400,7 +400,7 @@ class MonitoredRun:
         return np.concatenate([stretch.rows(i, 0) for stretch, i in self.parts])
 
     def news(self) -> tuple[int, np.ndarray]:
-        """Return the first position and the products of the tokens since the last call."""
+        """Return the first position and the products of the tokens that arrived since the last call."""
         unread = enumerate(self.parts[self._read :])
         found = self._held + [stretch.rows(i, 0 if number else self._steps) for number, (stretch, i) in unread]
         if self.parts:

@@ -65,7 +65,7 @@ def _bindings() -> Finding:
 
 
 def seams() -> list[Finding]:
-    """Check that every wrapped function has a checked signature."""
+    """Check that every wrapped function has a supported signature."""
     findings = []
     for seam in SEAMS:
         try:

@@ -1,4 +1,4 @@
-"""A server: its start through vLLM's own command, its limits per caller, and its metrics.
+"""A server: startup through vLLM's own command, limits per caller, and metrics.
 
 The limits are in `--additional-config '{"patchclamp": {"serve": {...}}}'`. They do not affect compiled code, so they
 are removed from `additional_config` before vLLM hashes it for its compile cache.
@@ -74,7 +74,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 class ProbeLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The score log of a server's own probes.
 
-    path: a .jsonl or .parquet path, to which file numbers are added; None: no log
+    path: a .jsonl or .parquet path; a number is added to each file's name; None: no log
     sample: the fraction of requests that are logged
     file_bytes, files: the maximum size of a file, and the number of files kept
     """
@@ -113,7 +113,7 @@ class ServeLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Stored per owner:
     bank_names, named_bytes: vectors and programs, and their bytes
     kept_runs: runs
-    run_bytes: captures of runs; for a sweep, the bytes it reads at a time
+    run_bytes: captures of runs; for a sweep, the peak size of the captures that it patches from
     kept_sweeps, kept_sweep_bytes: sweeps that can be resumed, and the bytes of their values
     run_ttl_s: seconds without access after which a run or a kept sweep is dropped
 
@@ -209,7 +209,7 @@ def checked_rate(given: Any, unchecked: str) -> int:
 
 
 def check_rate_of(vllm_config: VllmConfig) -> int:
-    """Return the rate of self-checks: one in this many requests with captures, or 0 for none."""
+    """Return the rate N of self-checks: one in N requests with captures is checked; 0: none."""
     extra: Any = vllm_config.additional_config
     return extra.check_rate
 
@@ -373,7 +373,7 @@ def run_server(model: str, options: Sequence[str]) -> None:
 
 
 def _cache_size(options: Sequence[str]) -> list[str]:
-    """Return the option that limits the cache to a CPU's memory; empty on a GPU, or if a size is given."""
+    """Return the option that limits the cache to a CPU's free memory; empty on a GPU, or if a size is given."""
     names = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in options]
     if "config" in names:  # the file may set it
         return []

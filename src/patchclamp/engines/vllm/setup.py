@@ -34,7 +34,7 @@ problem: SeamMoved | None = None  # only engines with patchclamp raise it, at th
 
 
 class _Causes(logging.Handler):
-    """Appends logged exceptions to a file, one per line. A server does not receive the cause of a core's failure."""
+    """Appends logged exceptions to a file, one per line, to report why a server's core failed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:

@@ -238,7 +238,7 @@ def described(stored: dict[int, StoredRows]) -> dict[str, Any]:
 
 
 def without_bytes(answer: dict[str, Any]) -> dict[int, StoredRows]:
-    """Return the rows of a `described` answer by index, without bytes."""
+    """Decode a `described` answer to rows by index. The rows have no bytes."""
     positions = [np.frombuffer(array, np.int64) for array in answer["positions"]]
     return {
         number: StoredRows(positions[which], [], getattr(torch, dtype), width)

@@ -1,4 +1,4 @@
-"""The vLLM engine: an `LLMEngine` created and stepped on its own thread, with a job queue open to all threads."""
+"""The vLLM engine: an `LLMEngine` created and stepped on its own thread, with a thread-safe job queue."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ class VllmEngine(VllmFrontEnd):
 
     @property
     def weights(self) -> int:
-        """The number of calls that may have changed the model's weights in place, if the core is in this process. Only
-        code that bypasses `pc.LM` makes such calls."""
+        """The number of calls that may have changed the model's weights in place; 0 if the core is in another process.
+        Only code that bypasses `pc.LM` makes such calls."""
         return 0 if core_here(self._engine) is None else ask_core(self._engine, "updates")
 
     def status(self) -> dict[str, Any]:
@@ -380,7 +380,7 @@ class VllmEngine(VllmFrontEnd):
         self._gradings.append(grading)
 
     def _grade_on(self) -> None:
-        """Execute the next call of the oldest grading."""
+        """Execute the next call of the oldest grading job."""
         if not self._gradings:
             return
         grading, busy = self._gradings[0], is_busy(self._engine)
@@ -510,7 +510,7 @@ class VllmEngine(VllmFrontEnd):
 
 
 class RunningGrading:
-    """A running grading. `end` is called with its error, or None on success."""
+    """A grading job in progress. `end` is called with its error, or None on success."""
 
     def __init__(self, name: str, calls: Grading, end: Callable[[PatchclampError | None], None]) -> None:
         self.name, self._calls, self.end = name, calls, end

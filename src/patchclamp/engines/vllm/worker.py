@@ -1,8 +1,8 @@
 """Code in vLLM's worker: a model runner's runtime (`Attached`), and handlers of the front end's calls (`do_…`).
 
 `Exchange` moves rows from the worker that captured them to one that reads them, just before the reading program is
-installed. All workers install the same programs in the same order, so senders and receivers follow from the program
-alone.
+installed. All workers install the same programs in the same order, so each worker can derive senders and receivers from
+the program.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Exchange:
         self._moved: dict[str, dict[str, torch.Tensor] | MissingSource] = {}  # by request, until it is installed
 
     def move(self, request: str, bound: BoundProgram) -> None:
-        """Move the rows that a request's program reads. Runs on every worker before any blocks on a peer."""
+        """Move the rows that a request's program reads. Runs on every worker before any worker blocks on a peer."""
         try:
             reads = [read for op in bound.ops for read in op.reads()]
             self._moved[request] = self._move(reads)
@@ -87,7 +87,7 @@ class Exchange:
             self._moved[request] = MissingSource(f"the rows that the program reads could not be transferred: {error!r}")
 
     def rows(self, request: str) -> dict[str, torch.Tensor]:
-        """Return rows [n, W] of other workers that a request's program reads on this worker, by bank key. Raises
+        """Return other workers' rows [n, W] that a request's program reads on this worker, by bank key. Raises
         `MissingSource` if the sender did not have them."""
         moved = self._moved.pop(request)
         if isinstance(moved, MissingSource):
@@ -153,7 +153,7 @@ class Exchange:
             return None
 
     def _crossings(self, reads: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the (bank key, reading worker) pairs of runs' rows, in the same order on every worker."""
+        """Return (bank key, worker) for every worker that reads a run's rows, in the same order on every worker."""
         pairs: dict[tuple[str, int], None] = {}
         for key, point in reads:
             if source_of(key) is not None:
@@ -306,7 +306,7 @@ class Attached:
         )  # fmt: skip
 
     def loaded(self) -> None:
-        """Count a load of weights into the model."""
+        """Increment the count of weight loads."""
         self.loads += 1
 
     def at_work(self) -> Any:
@@ -375,7 +375,7 @@ class Attached:
         return (False, True), 0
 
     def _look(self, scheduler_output: SchedulerOutput) -> tuple[tuple[bool, bool], int]:
-        """Compute the result of `before`, and for how many more steps it holds if the same requests continue."""
+        """Compute the result of `before`, and the number of further steps for which it holds with the same requests."""
         self._preemptions += compat.preempted(scheduler_output)
         finished, orders = compat.finished(scheduler_output), compat.orders(scheduler_output)
         self._free(finished)
@@ -391,8 +391,8 @@ class Attached:
         return answer, steps_left - 1 if steps_left else FOREVER
 
     def _positions(self, scheduler_output: SchedulerOutput) -> list[tuple[str, int]]:
-        """Return each request of a step and its first computed position. With steps scheduled ahead, these may be too
-        high; exact positions are read from the device only if a program may act at or after the lowest possible."""
+        """Return each request of a step and its first position. With steps scheduled ahead, these may be too high;
+        exact positions are read from the device if a program may act at or after the lowest possible position."""
         positions = list(compat.positions(scheduler_output))
         earliest = ((request, max(begin - self._most_ahead, 0)) for request, begin in positions)
         if not self._most_ahead or not self.runtime.steps_left(earliest):
@@ -457,7 +457,7 @@ class Attached:
         self._awaits_logits = self.runtime.plan is not None
 
     def logits(self, logits: torch.Tensor | None) -> None:
-        """Apply the logits tap. Only a step's first logits are sampled from; later logits grade prompts."""
+        """Apply the logits tap to a step's first logits, which are sampled from. Later logits score prompt tokens."""
         if not self._warm and logits is not None:  # during engine start
             self._warm = True
             with self.recording():

@@ -152,7 +152,7 @@ def _advice(vllm_config: VllmConfig, facts: dict[str, Any]) -> str:
 
 @contextmanager
 def outside(vllm_config: VllmConfig) -> Iterator[None]:
-    """Create models of decorated classes (`share`) without compilation inside the context."""
+    """Inside the context, create models of decorated classes (`share`) without compiling them."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(_uncompiled(vllm_config)):
@@ -253,7 +253,7 @@ class TraceResult(msgspec.Struct):
 
 
 def _traced_places(vllm_config: VllmConfig) -> Places:
-    """Run this module in a subprocess and read its result."""
+    """Run this module in a subprocess, and return the sites that it found or raise its error."""
     command = [sys.executable, "-m", __name__]
     variables = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     ran = subprocess.run(command, input=pickle.dumps(vllm_config), capture_output=True, timeout=LIMIT_S, env=variables)
@@ -356,7 +356,7 @@ def _without_data(plain: VllmConfig) -> Any:
 
 
 def _run(model: Any, plain: VllmConfig, sizes: Sizes) -> Record:
-    """Record a step of T tokens without attention metadata, as in vLLM's memory profiling."""
+    """Run a step of T tokens without attention metadata, as in vLLM's memory profiling; return its record."""
     from vllm.forward_context import set_forward_context
 
     torch.is_autocast_enabled = lambda *arguments: False  # the meta device has no autocast

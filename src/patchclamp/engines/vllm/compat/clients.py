@@ -176,9 +176,9 @@ def _copy(asked: EngineCoreRequest) -> EngineCoreRequest:
 def on_generate(
     edited: Callable[..., AsyncIterator[Any]], is_ours: Callable[[str], bool], entered: Callable[[str, int], str]
 ) -> None:
-    """Pass requests to an `AsyncLLM` with patchclamp to `edited(client, stock, prompt, params, request_id, **others)`
-    if `is_ours` is true of a key of their `extra_args`. Pass others to vLLM's own `generate`, under the name
-    `entered(request_id, n)`."""
+    """Redirect an `AsyncLLM`'s requests to `edited(client, stock, prompt, params, request_id, **others)` if `is_ours`
+    is true for a key in their `extra_args`. Other requests go to vLLM's own `generate`, under the name
+    `entered(request_id, n)`. Clients without patchclamp are unaffected."""
 
     def generate(
         stock: Any, client: AsyncLLM, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
@@ -210,8 +210,8 @@ def http_error(message: str, status: int) -> Exception:
 
 
 def on_add_request(added: Callable[..., str]) -> None:
-    """Redirect `add_request` of `LLMEngine`s that a caller created with patchclamp to `added(engine, stock, request_id,
-    prompt, params, ...)`."""
+    """Redirect `add_request` calls on `LLMEngine`s that a caller created with patchclamp to `added(engine, stock,
+    request_id, prompt, params, ...)`."""
 
     def add_request(
         stock: Any, engine: LLMEngine, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
@@ -227,7 +227,7 @@ OWN = "patchclamp_own"
 
 
 def mark_own(engine: LLMEngine) -> None:
-    """Mark an `LLMEngine` to which only patchclamp adds requests."""
+    """Mark an `LLMEngine` as used only by patchclamp."""
     vars(engine)[OWN] = True
 
 
@@ -247,7 +247,7 @@ class SharedSteps:
         engine.collective_rpc = forwards(self._rpc)(self.collective_rpc)
 
     def own_step(self) -> None:
-        """Run a step for patchclamp's own requests."""
+        """Run a step for patchclamp's own requests, and store outputs of the caller's requests for `step`."""
         self._theirs += self._read(self._step())
 
     def step(self) -> list[Any]:
@@ -308,7 +308,7 @@ def on_outputs() -> None:
 
 
 def _file_scores(log: MonitorLog, processor: OutputProcessor, outputs: Sequence[EngineCoreOutput]) -> None:
-    """Assign the scores sent with these outputs to the outputs' requests."""
+    """Assign the scores sent with these outputs to their requests."""
     if not outputs:
         return
     params = outputs[0].kv_transfer_params
@@ -341,12 +341,12 @@ def request_tokens(processor: OutputProcessor, name: str, first: int, count: int
 
 
 def log_monitors(processor: OutputProcessor, log: MonitorLog) -> None:
-    """Store the scores in all of a processor's outputs in a log."""
+    """Store all scores that later arrive with a processor's outputs in `log`."""
     vars(processor)["patchclamp_monitors"] = log
 
 
 def tables_of(processor: OutputProcessor) -> dict[str, list[Table]]:
-    """Return log-probabilities by run. Contains only requests registered in this dict before their first output."""
+    """Return log-probabilities by run. They are stored only for runs added to this dict before their first output."""
     return vars(processor).setdefault("patchclamp_tables", {})
 
 
@@ -499,7 +499,7 @@ def tell_cores(client: AsyncLLM, method: str, *args: Any, only: int | None = Non
 
 
 def tell_workers(client: AsyncLLM, verb: str, *args: Any, only: int | None = None) -> list[asyncio.Future[Any]]:
-    """Call the workers of every engine core, or of core `only`. The futures receive a list of results per core."""
+    """Call the workers of every engine core, or of core `only`. Each future receives one core's list of results."""
     return _tell(client, "collective_rpc", ("patchclamp_rpc", None, (verb, *args), {}), only)
 
 

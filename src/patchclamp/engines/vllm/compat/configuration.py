@@ -44,9 +44,9 @@ def surroundings(separate: bool) -> Iterator[None]:
 
     `separate`: True to run the engine core, and a single worker, in a separate process.
 
-    vLLM must save ahead-of-time compiled code as the traced graph, from which both variants are recompiled; an artifact
-    would contain one variant. On a CPU, vLLM could not load saved code, so `VLLM_USE_AOT_COMPILE=0` disables saving. It
-    stays set, because compiled models read it in every step.
+    vLLM must save ahead-of-time compiled code as the traced graph. Both variants are recompiled from the graph, but a
+    compiled artifact would contain only one. On a CPU, vLLM could not load saved code, so `VLLM_USE_AOT_COMPILE=0`
+    disables saving. It stays set, because compiled models read it in every step.
     """
     from vllm.platforms import current_platform
 
@@ -113,7 +113,7 @@ def choose_dtype(arguments: dict[str, Any]) -> None:
 
 
 def usage() -> UsageContext:
-    """Return the `UsageContext`, from which vLLM derives its default batch limit: `LLM_CLASS`, or unknown on a CPU.
+    """Return the `UsageContext` for vLLM's default batch limit: `LLM_CLASS`, or `UNKNOWN_CONTEXT` on a CPU.
 
     Startup runs a step of the maximum size, which is slow on a CPU.
     """
@@ -124,8 +124,8 @@ def usage() -> UsageContext:
 
 
 def share_groups(vllm_config: VllmConfig) -> None:
-    """Create the expert group if an earlier model in this process had no experts: vLLM creates it only for the first
-    model. Use only with a worker in this process."""
+    """Create the expert-parallel group if an earlier model in this process had no experts: vLLM creates it only for the
+    first model. Use only with a worker in this process."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -216,7 +216,7 @@ def check(vllm_config: VllmConfig) -> None:
 def refused(vllm_config: VllmConfig) -> dict[str, str]:
     """Return the settings of a configuration that would break a guarantee, each with its reason.
 
-    An option that is missing from a version counts as off.
+    An option that the installed vLLM lacks counts as off.
     """
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
     parallel_config, compilation_config = vllm_config.parallel_config, vllm_config.compilation_config
@@ -388,7 +388,7 @@ def _refused_speculation(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
 
 
 def _above(config: Any, name: str, limit: int = 1) -> bool:
-    """True if an option is above a limit. An option that is missing from a version counts as 0."""
+    """True if an option is above a limit. An option that the installed vLLM lacks counts as 0."""
     return (getattr(config, name, None) or 0) > limit
 
 

@@ -33,7 +33,7 @@ seam(_BASE + "request_finished", _WHY, "self, request, block_ids")
 
 
 def bypass(scheduler: Scheduler, has_program: Callable[[SamplingParams | None], bool]) -> None:
-    """Hide requests with programs from a scheduler's connector, if any; a connector in `KEYED` only loads nothing."""
+    """Hide requests with programs from a scheduler's connector, or only prevent a connector in `KEYED` from loading."""
     connector: Any = scheduler.connector
     if connector is None:
         return
@@ -103,7 +103,7 @@ def check_alone(vllm_config: VllmConfig, others: bool) -> None:
 
 
 def check_weights(scheduler: Scheduler, updates: int) -> None:
-    """Raise `EngineError` for a program beside a connector once the model's weights were updated. A connector's keys do
+    """Raise `EngineError` for a program if the engine has a connector and its weights were updated. Connectors' keys do
     not include the weights, so a plain request may load old keys and values into blocks that programs then reuse."""
     if scheduler.connector is not None and updates:
         raise EngineError(
@@ -122,7 +122,7 @@ def check_transfer(scheduler: Scheduler, request: Request) -> None:
 
 
 def _without(step: SchedulerOutput, names: set[str]) -> SchedulerOutput:
-    """Copy a step without the named requests."""
+    """Return a copy of a step's `SchedulerOutput` without the named requests."""
     counts = {name: count for name, count in step.num_scheduled_tokens.items() if name not in names}
     return dataclasses.replace(
         step, scheduled_new_reqs=[new for new in step.scheduled_new_reqs if new.req_id not in names],

@@ -85,7 +85,7 @@ _attaching = threading.Lock()
 
 
 def on_core(make: Callable[[VllmConfig], Admission]) -> None:
-    """Give every engine core with patchclamp an admission, `make(vllm_config)`.
+    """Give every engine core with patchclamp an `Admission`, `make(vllm_config)`.
 
     A core loads plugins during its own construction, so the admission is attached at the first request or call.
     """
@@ -143,7 +143,7 @@ def _given(params: SamplingParams | None) -> Any:
 
 
 def on_prefix_cache() -> None:
-    """Wrap vLLM's block keys."""
+    """Wrap the function that computes a block's extra keys."""
     BLOCK_KEYS.wrap(_block_keys)
     from vllm.v1.core import block_pool
 
@@ -151,7 +151,7 @@ def on_prefix_cache() -> None:
 
 
 def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int) -> Any:
-    """Add a program's edits up to a block's end, and the model's weights, to the block's key."""
+    """Add a program's edits up to a block's end, and the count of weight updates, to the block's key."""
     keys, following = stock(request, start_token_idx, end_token_idx, start_mm_idx)
     program = _program_of(request)
     edits = None if program is None else block_key(program.bound, start_token_idx, end_token_idx, program.seen_whole)
@@ -162,7 +162,7 @@ def _block_keys(stock: Any, request: Request, start_token_idx: int, end_token_id
 
 def _weights_of(request: Request) -> int:
     """Return the number of weight updates when a request was created or last recomputed from the start. It is part of
-    block keys, so blocks of other weights are not reused. 0 in engines without patchclamp."""
+    block keys, so blocks computed with other weights are not reused. 0 in engines without patchclamp."""
     known = vars(request).get(WEIGHTS)
     if known is None and _making.admission is not None:
         known = vars(request)[WEIGHTS] = _making.admission.updates()
@@ -227,7 +227,7 @@ class _Blocks:
 
 
 class _Admitting:
-    """Admission for one engine core."""
+    """Wraps one engine core's scheduler and cache manager to call its `Admission`."""
 
     def __init__(self, core: EngineCore, admission: Admission) -> None:
         self._core, self.admission = core, admission
@@ -271,8 +271,8 @@ class _Admitting:
     # -- new weights
 
     def updates(self) -> int:
-        """Count calls that may have changed the model's weights: worker calls, and `load_weights` of a model in this
-        process."""
+        """Return the number of calls that may have changed the model's weights: worker calls, and `load_weights` of a
+        model in this process."""
         worker = getattr(getattr(self._core.model_executor, "driver_worker", None), "worker", None)
         attached = getattr(worker, "patchclamp", None)
         return vars(self._core).get(WEIGHTS, 0) + (0 if attached is None else attached.loads)
@@ -497,8 +497,8 @@ class _Admitting:
         return outputs[client].outputs
 
     def _ask_verdicts(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Request the workers' verdicts on programs whose requests have ended, or may be ended by the front end at a
-        stop string, or have edited tokens to prove: after the prompt, and then every `PROVED_AT_ONCE` tokens."""
+        """Request the workers' verdicts on programs whose requests have ended, may be ended by the front end (at a stop
+        string), or have edited tokens to prove (after the prompt, then every `PROVED_AT_ONCE` tokens)."""
         judged: list[tuple[int, Any, RequestProgram]] = []
         proofs: dict[str, _PendingProof] = {}
         for client, part in outputs.items():
@@ -578,7 +578,7 @@ def _key_again(request: Request, updates: int) -> None:
 
 def _slot_scores(core: EngineCore) -> tuple[SlotScores | None, int]:
     """Return storage for the monitors' scores (None without monitors), and the index of the layer group whose blocks
-    index it. That group keeps all tokens of a request.
+    address it. That group keeps all tokens of a request.
 
     Raises `EngineError` if a reused prefix could lack cached scores: layers with a sliding window or a state keep only
     the end of a prefix.
@@ -624,7 +624,7 @@ def _take_scores(scores: SlotScores, step: SchedulerOutput, output: ModelRunnerO
 
 
 def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: RequestProgram) -> None:
-    """Raise `ProgramError` for a request that does not support speculative decoding.
+    """Raise `ProgramError` or `UnsupportedSite` for a program that cannot run with speculative decoding.
 
     vLLM 0.32's CPU build loses draft rows' temperatures (`expand_kernel` writes to a copy), so tokens sampled in these
     rows, also by stock vLLM, do not follow the model's distribution.

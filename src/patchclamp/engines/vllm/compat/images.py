@@ -89,7 +89,7 @@ def check_modalities(modalities: Iterable[str]) -> None:
 
 
 def check_model(vllm_config: VllmConfig) -> None:
-    """Raise `ProgramError` for a model whose images are not tested."""
+    """Raise `ProgramError` for a model that is untested with images."""
     names = UNTRIED.intersection(vllm_config.model_config.hf_config.architectures or ())
     if names:
         raise ProgramError(f"images are untested on {', '.join(names)}: use text-only prompts")
@@ -97,7 +97,7 @@ def check_model(vllm_config: VllmConfig) -> None:
 
 def check_request(request: Request, prompt: int, vllm_config: VllmConfig) -> None:
     """Raise `ProgramError` in an engine core for a request with modalities other than images, on an untested model, or
-    with a program bound to a prompt of another length, before its images were expanded."""
+    with a program that was bound before the prompt's images were expanded."""
     check_model(vllm_config)
     check_modalities(feature.modality for feature in request.mm_features)
     if prompt != request.num_prompt_tokens:
@@ -116,7 +116,7 @@ def spans_of(request: Request) -> tuple[Span, ...]:
 
 
 def forget(client: AsyncLLM, inputs: Mapping[str, Any]) -> None:
-    """Make an `AsyncLLM` send a prompt's images the next time, because this prompt was rejected before it was sent."""
+    """Make an `AsyncLLM` send a prompt's images again next time: this prompt was rejected before it was sent."""
     names = [name for hashes in (inputs.get("mm_hashes") or {}).values() for name in hashes]
     sent = client.renderer.mm_processor_cache if names else None
     if sent is not None:

@@ -1,5 +1,5 @@
-"""LoRA adapters in vLLM: loading between steps, a check that an adapter fits its model, and a zero slot for other
-requests.
+"""LoRA adapters in vLLM: loading between steps, a check that an adapter fits its model, and a zero slot for requests
+without an adapter.
 
 By itself, vLLM would load an adapter in the step that first needs it, where an invalid adapter stops the engine, and
 would evict the least recently used adapter even while a run uses it.
@@ -75,7 +75,7 @@ class Adapters:
             )  # fmt: skip
 
     def admits(self, requests: Iterable[Request]) -> int:
-        """Return the number of leading requests whose adapters fit beside those in use."""
+        """Return the number of leading requests whose adapters fit alongside the adapters in use."""
         used = {name for name, loaded in self._loaded.items() if loaded.runs}
         for i, request in enumerate(requests := list(requests)):
             if request.adapter is not None:
@@ -165,7 +165,7 @@ def _with_zeros(stacked: Any) -> Any:
 
 
 def unfit(runner: Any, number: int) -> list[str]:
-    """Describe the parts of a loaded adapter that the model lacks or has in another size. vLLM skips or truncates
+    """Describe the parts of a loaded adapter that the model lacks or has with a different size. vLLM skips or truncates
     them."""
     adapters = _manager_of(runner)
     adapter = adapters.get_adapter(number)
@@ -203,6 +203,6 @@ def _model_widths(module: Any) -> list[Any]:
 
 
 def _widths(matrices: Any, axis: int) -> Iterator[int | None]:
-    """Yield the size along `axis` of a matrix, or of each of a list with one matrix per slice (None if missing)."""
+    """Yield the size along `axis` of a matrix, or of each matrix in a list with one per slice (None if missing)."""
     for matrix in matrices if isinstance(matrices, (list, tuple)) else [matrices]:
         yield None if matrix is None else matrix.shape[axis]

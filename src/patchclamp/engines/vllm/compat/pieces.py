@@ -40,7 +40,7 @@ class Pieces:
     """A model compiled in pieces.
 
     layers: the number of cuts at attention
-    layer_of: by point, the highest layer at which a pass that runs the point's tap can begin
+    layer_of: by point, the highest layer where a pass can begin and still run the point's tap
     usable: True if a pass started at a layer matched a full pass bit for bit; None until compared
     """
 
@@ -126,7 +126,7 @@ def _attends(graph: torch.fx.GraphModule) -> bool:
 
 
 class Streams:
-    """The values that cross cuts in passes over prompts, T rows in total. Batches use them to begin at a layer.
+    """The values that cross cuts in passes over prompts, T rows in total. Batches use them to skip layers.
 
     Above `MAX_BYTES`, only every n-th layer is kept. Batches begin at layer 0 if a crossing value has no row per token,
     or if the pieces do not reproduce the full pass.
@@ -173,7 +173,7 @@ class Streams:
             logger.warning("patchclamp: graded programs are computed from layer 0: %s", problem)
 
     def begin(self, layer: int) -> int:
-        """Return the highest layer up to `layer` at which a batch may begin."""
+        """Return the highest layer up to `layer` where a batch may begin."""
         return 0 if self._pieces.usable is False else layer - layer % self._every
 
     def crossing(self, layer: int, row: np.ndarray) -> list[torch.Tensor]:

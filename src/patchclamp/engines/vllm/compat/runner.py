@@ -58,7 +58,7 @@ seam(_V2 + "sample_tokens", "end a step", "self, grammar_output", part="v2")
 
 
 class _Rewound(torch.Generator):
-    """A generator whose `set_offset` restores its state at the start of the step."""
+    """A generator whose `set_offset` restores the state that it had at the start of the step."""
 
     def keep(self) -> None:
         self._at_step = self.get_state()
@@ -93,8 +93,8 @@ def rewind(runner: V1Runner) -> None:
 
 
 def around(layer: Any, name: Literal["query", "output"], tap: Callable[[torch.Tensor], None]) -> None:
-    """Call a tap after each call of an attention layer, on its queries or on its output, [T, H, E] or [T, H · E], which
-    the tap may change in place. By then the step's keys are in the cache.
+    """Call a tap after each call of an attention layer, on its queries or its output, [T, H, E] or [T, H · E]. The tap
+    may change this tensor in place. By then the step's keys are in the cache.
 
     This wraps the Python implementation of vLLM's attention op, which is opaque to the compiler. A later tap, in the
     model, would act on a view of the op's output, which Inductor would copy back and forth.
@@ -191,7 +191,7 @@ def on_new_weights(net: torch.nn.Module, loaded: Callable[[], None]) -> None:
 
 
 def on_execute(worker: Worker, ahead: Callable[[SchedulerOutput], None]) -> None:
-    """Call `ahead(scheduler_output)` when a step reaches a worker, before it may wait for another worker's tensors."""
+    """Call `ahead(scheduler_output)` when a step reaches a worker, before the worker may block on another's tensors."""
     execute = worker.execute_model
 
     @forwards(execute)
@@ -317,7 +317,7 @@ def _keep_top_logprobs(runner: V1Runner) -> None:
 
 
 def _samples(scheduler_output: SchedulerOutput, requests: list[str]) -> np.ndarray | None:
-    """Return each request's number of rows with logits: its newest token and draft tokens. None if each has one."""
+    """Return each request's number of rows with logits, 1 plus its draft tokens; None if the step has no drafts."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     return np.array([1 + len(drafts.get(request, ())) for request in requests]) if drafts else None
 
@@ -387,7 +387,7 @@ def without_graph() -> AbstractContextManager[Any]:
 
 def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) -> None:
     """Send arrays to the core with a runner's outputs, as their attribute `patchclamp`. `taken(tokens)` is called after
-    the forward pass of each step with tokens; the function that it returns is called once the output is needed."""
+    the forward pass of each step that has tokens; the function that it returns is called once the output is needed."""
     execute, sample = runner.execute_model, runner.sample_tokens
     waits: list[Callable[[], np.ndarray]] = []  # of a step that was computed but not yet sampled
 
@@ -482,7 +482,7 @@ def same_requests(scheduler_output: SchedulerOutput) -> bool:
 
 
 def positions(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Yield each request of a step with the first position it computes."""
+    """Yield each request of a step with its first position in the step."""
     running = scheduler_output.scheduled_cached_reqs
     yield from zip(running.req_ids, running.num_computed_tokens, strict=True)
     for new in scheduler_output.scheduled_new_reqs:
@@ -490,7 +490,7 @@ def positions(scheduler_output: SchedulerOutput) -> Iterator[tuple[str, int]]:
 
 
 def checked_positions(runner: V2Runner, scheduler_output: SchedulerOutput) -> dict[str, int]:
-    """Return each request of a step with the first position it computes, read from the device after it has checked the
+    """Return each request of a step with its first position in the step, read from the device once it has verified the
     last step's drafts. The scheduler's positions assume that all drafts are accepted."""
     states, running = runner.req_states, scheduler_output.scheduled_cached_reqs
     begins, computed = dict(positions(scheduler_output)), states.num_computed_tokens
@@ -503,7 +503,7 @@ def checked_positions(runner: V2Runner, scheduler_output: SchedulerOutput) -> di
 
 def most_ahead(runner: V1Runner | V2Runner) -> int:
     """Return the maximum number of tokens by which the scheduler's position of a request may be too high, because steps
-    are scheduled before the last step's drafts are checked."""
+    are scheduled before the last step's drafts are verified."""
     speculative_config, scheduler_config = runner.vllm_config.speculative_config, runner.vllm_config.scheduler_config
     if speculative_config is None or not scheduler_config.async_scheduling:
         return 0

@@ -58,7 +58,7 @@ class Seam(msgspec.Struct, frozen=True):
         return owner, last
 
     def compare(self, signature: inspect.Signature | None) -> None:
-        """Raise `SeamMoved` unless a signature matches a declared form. None: the function is missing."""
+        """Raise `SeamMoved` unless a signature matches a declared form; None means that the function is missing."""
         if signature is None:
             raise self._moved("it is missing")
         if not self.forms:

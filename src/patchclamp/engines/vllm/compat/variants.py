@@ -62,7 +62,7 @@ DISPATCH = seam(
 
 
 class Watch:
-    """Checks the addresses in an engine's graphs. `buffers()` returns patchclamp's own buffers, by name."""
+    """Checks that CUDA graphs read the addresses that were recorded. `buffers()`: patchclamp's buffers, by name."""
 
     def __init__(self, buffers: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._buffers = buffers
@@ -93,7 +93,7 @@ class Watch:
         _watches[engine_id(vllm_config)] = (vllm_config, self)
 
     def run_wrapper(self, stock: Any, wrapper: Any, context: Any, args: Any, kwargs: Any) -> Any:
-        """Compare the addresses that a wrapper's graph reads, then run the wrapper."""
+        """Compare the addresses that a wrapper's graph reads with the recorded addresses, then run the wrapper."""
         read: dict[str, Any] = {"args": dict(zip(argument_names(wrapper.runnable, len(args)), args, strict=True))}
         read["kwargs"] = kwargs
         if wrapper.runtime_mode.name == "FULL":
@@ -161,7 +161,7 @@ _watches: dict[int, tuple[Any, Watch]] = {}  # by `engine_id` of a configuration
 
 
 def argument_names(runnable: Any, count: int) -> list[int | str]:
-    """Name a callable's first `count` arguments by its traced graph's inputs or its parameters, else by index."""
+    """Return names of a callable's first `count` arguments: inputs of its traced graph, parameters, or else indices."""
     graph = getattr(runnable, "graph", None)  # if it is a piece of a compiled model
     if isinstance(graph, torch.fx.GraphModule):
         names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
@@ -202,7 +202,7 @@ _Entries = list[tuple[Any, dict[Any, Any]]]  # wrappers of piecewise graphs (V1:
 class Graphs:
     """A runner's CUDA graphs, each recorded twice: idle, with an op that launches nothing, and active, with its kernel.
 
-    sizes        step sizes, in tokens, to record active (None: all that vLLM records)
+    sizes        step sizes, in tokens, to record with taps (None: all that vLLM records)
     recording    a context in which taps are recorded
     resting      a context in which graphs of idle steps are recorded
     tapped       makes a graph that was recorded with taps replayable
@@ -290,7 +290,7 @@ class Graphs:
         """Record graphs with taps for the (mode, tokens) in `keys` into a store, and put the idle graphs back.
         `pieces`: the wrappers with idle graphs, and each graph's descriptor.
 
-        If device memory runs out, none are kept; with tensor parallelism, raises `EngineError`.
+        If device memory runs out, no graphs with taps are kept; with tensor parallelism, raises `EngineError`.
         """
         self._put(store)
         try:
@@ -458,7 +458,7 @@ class _WithNodes(_Watched):
 
 @contextmanager
 def _graphs_of(kind: type, watch: Watch | None) -> Iterator[None]:
-    """Record graphs of class `kind` inside the context, or stock graphs if these suffice."""
+    """Record graphs of class `kind` inside the context; stock graphs suffice for `_Watched` without a watch."""
     stock = torch.cuda.CUDAGraph
     if kind is not _Watched or watch is not None:
         torch.cuda.CUDAGraph = kind  # type: ignore[misc, assignment]
@@ -607,7 +607,7 @@ def _apart_from_layers(graph: Any, example_inputs: Any) -> tuple[Any, Any, list[
 
 
 def compiled_ahead(vllm_config: VllmConfig) -> bool:
-    """True if everything is compiled at engine start, without guards, and nothing during a step."""
+    """True if the model is compiled at engine start, without guards, and nothing is compiled during a step."""
     return _mode(vllm_config) in ("VLLM_COMPILE", "DYNAMO_TRACE_ONCE")
 
 
@@ -637,7 +637,7 @@ def fusions_of(vllm_config: VllmConfig) -> dict[str, list[int]]:
 def _counting_fusions(vllm_config: VllmConfig, variant: int) -> Iterator[None]:
     """Count matches of vLLM's fusion passes inside the context, for the idle variant (0) or the active variant (1).
 
-    With cached compiled code there are no matches.
+    No matches are counted if compiled code comes from a cache.
     """
     from vllm.compilation.passes.vllm_inductor_pass import VllmPatternMatcherPass
 
