@@ -3,6 +3,8 @@ engine; their matrices are of the checkpoint, and a checkpoint that is another m
 
 import contextlib
 import functools
+import importlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +64,7 @@ def lenses(narrow):
 class TestLens:
     def test_ranks_tokens_and_kl_equal_a_plain_loop(self, lenses, seen, ids):
         lens, chosen = lenses("transformers"), (ids(" Paris"), ids(" the"))
-        assert lens.readout == "weights"
+        assert lens.readout == "device"
         assert lens.ranks.shape == (8, 10, 2)
         for (layer, position), there in seen.items():
             ranks = lens.ranks[layer, position].tolist()
@@ -79,17 +81,50 @@ class TestLens:
         ours, theirs = lenses("transformers"), lenses("vllm")
         assert np.abs(ours.logprobs - theirs.logprobs).max() < 2e-3
         assert (ours.top_ids[:, :, 0] == theirs.top_ids[:, :, 0]).mean() > 0.99
-        assert ours.readout == theirs.readout == "weights"
+        assert ours.readout == theirs.readout == "device"
 
     @both_engines
-    def test_the_engine_reads_out_what_the_checkpoint_does(self, narrow, lenses, engine):
+    @pytest.mark.parametrize("readout", ["weights", "engine"])
+    def test_every_readout_sees_what_the_device_does(self, narrow, lenses, engine, readout):
         few = dict(tokens=[" Paris", " the"], layers=[0, 5, 7], positions=[3, -1])
-        lens = logit_lens(narrow.get(engine, "float32"), PROMPT, readout="engine", **few)
+        lens = logit_lens(narrow.get(engine, "float32"), PROMPT, readout=readout, **few)
         whole = lenses(engine)
-        assert lens.readout == "engine"
+        assert (lens.readout, whole.readout) == (readout, "device")
         cells = np.ix_([0, 5, 7], [3, 9])
-        assert np.abs(lens.logprobs - whole.logprobs[cells]).max() < 1e-4
+        for name in ("logprobs", "kl", "entropy", "top_probs"):
+            assert np.abs(getattr(lens, name) - getattr(whole, name)[cells]).max() < 1e-4, name
         np.testing.assert_allclose(lens.ranks, whole.ranks[cells], rtol=1e-3)  # far down, tokens tie within rounding
+
+    @both_engines
+    def test_parts_resume_and_equal_the_whole(self, narrow, lenses, engine, tmp_path, monkeypatch):
+        lm, whole = narrow.get(engine, "float32"), lenses(engine)
+        monkeypatch.setattr(
+            importlib.import_module("patchclamp.studies.logit_lens"), "DEVICE_ROWS", 3 * 9
+        )  # three positions at a time
+        read, calls = lm.engine.read_streams, list[int]()
+
+        def stop(*asked: Any) -> Any:
+            calls.append(len(asked[1]))
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return read(*asked)
+
+        monkeypatch.setattr(lm.engine, "read_streams", stop)
+        asked = dict(tokens=[" Paris", " the"], resume=tmp_path / "lens.journal")
+        with pytest.raises(KeyboardInterrupt):
+            logit_lens(lm, PROMPT, **asked)
+        parts = logit_lens(lm, PROMPT, **asked)
+        assert calls == [3, 3, 3, 3, 1]
+        for name in ("logprobs", "kl", "entropy", "top_probs"):
+            assert np.abs(getattr(parts, name) - getattr(whole, name)).max() < 1e-5
+        assert (parts.ranks == whole.ranks).mean() > 0.99
+
+    def test_what_the_device_cannot_read_is_refused_if_asked(self, narrow):
+        lm = narrow.get("transformers", "float32")
+        for asked in ({"unembedding": torch.eye(WIDTH)}, {"translators": {4: torch.eye(WIDTH)}}):
+            with pytest.raises(pc.ProgramError, match="readout"):
+                logit_lens(lm, PROMPT, readout="device", **asked)
+            assert logit_lens(lm, PROMPT, layers=[4], **asked).readout == "weights"
 
     def test_a_tuned_lens_moves_rows_before_they_are_read(self, narrow, plain, ids):
         matrix, bias = torch.eye(WIDTH) + 0.05 * torch.randn(WIDTH, WIDTH), torch.randn(WIDTH)
@@ -403,9 +438,10 @@ class TestEdges:
 def test_other_families_read_out_add_up_and_have_gradients(family, tmp_path):
     folder = of_family(tmp_path, family)
     with pc.LM(folder, engine="transformers", dtype="float32", skip_tokenizer_init=True, prove=False) as lm:
-        ours, engines = (logit_lens(lm, IDS, tokens=[77], readout=way) for way in ("weights", "engine"))
-        assert np.abs(ours.logprobs - engines.logprobs).max() < 1e-5
-        assert (ours.ranks == engines.ranks).all()
+        ours, *others = (logit_lens(lm, IDS, tokens=[77], readout=way) for way in ("weights", "engine", "device"))
+        for other in others:
+            assert np.abs(ours.logprobs - other.logprobs).max() < 1e-5
+            assert (ours.ranks == other.ranks).all()
         result = direct_attribution(lm, IDS, answer=77, foil=200)
         run = lm.run(IDS, max_tokens=1, score=[77, 200])
         if family != "gemma2":  # whose logits are capped after the sum
@@ -448,13 +484,16 @@ def test_weights_that_are_not_the_live_models_are_found_out(tmp_path, monkeypatc
         change(W_U=1.1)
         with pytest.raises(pc.ModelError, match=r"logits .* readout='engine'"):
             logit_lens(lm, IDS, readout="weights")
-        lens = logit_lens(lm, IDS)
+        assert logit_lens(lm, IDS).readout == "device"
+        with monkeypatch.context() as patch:
+            patch.setattr(lm.engine, "unembeds", False)
+            lens = logit_lens(lm, IDS)
         assert lens.readout == "engine"
         assert "do not reproduce" in lens.about
         change(W_O=1.02)
         with pytest.raises(pc.ModelError, match=r"W_O .*z\[0\].* attn_out\[0\] .*0\.02"):
             direct_attribution(lm, IDS, answer=7)
-        assert logit_lens(lm, IDS).readout == "weights"  # these matrices are its own
+        assert logit_lens(lm, IDS, readout="weights").readout == "weights"  # these matrices are its own
 
 
 @pytest.fixture(scope="module")

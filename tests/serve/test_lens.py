@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import patchclamp as pc
 from patchclamp.studies import direct_attribution, fit_lens, logit_lens, patchscope
@@ -15,8 +16,10 @@ PROMPT = "The capital of France is"
 def test_a_server_reads_out_from_its_weights_what_its_engine_does(server: Server):
     with pc.LM(server.url, api_key=KEYS[0]) as lm:
         asked = dict(tokens=[" Paris"], layers=[1, 7])
-        ours, served = (logit_lens(lm, PROMPT, readout=way, **asked) for way in ("weights", "engine"))
+        ours, served = logit_lens(lm, PROMPT, **asked), logit_lens(lm, PROMPT, readout="engine", **asked)
         assert ours.readout == "weights"
+        with pytest.raises(pc.ProgramError, match="readout"):
+            logit_lens(lm, PROMPT, readout="device", **asked)
         assert np.abs(ours.logprobs - served.logprobs).max() < 1e-4
         assert (ours.top_ids[:, :, 0] == served.top_ids[:, :, 0]).all()
         result = direct_attribution(lm, PROMPT, answer=" Paris", foil=" Rome")

@@ -569,10 +569,19 @@ class Engine(Protocol):
         rows = np.concatenate([part for part in parts if len(part)] or parts[:1])
         return run, np.concatenate([positions for positions, _ in captured]), rows
 
+    unembeds = False  # True if `read_streams` is supported
+
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         """Return the `top` likeliest tokens of each captured row, best first, with fp32 log-probabilities over the
         vocabulary. Rows [D] pass through the translator, then the model's own final norm and unembedding."""
         raise EngineError(f"the {self.model.engine} engine does not support lenses")
+
+    def read_streams(
+        self, streams: list[Wanted], rows: list[int], top: int, chosen: list[int]
+    ) -> dict[str, np.ndarray]:  # fmt: skip
+        """Return the `lens_values` of captured streams of one run at the row indices `rows`, computed on the device by
+        the model's own final norm and unembedding. The first stream is the final one."""
+        raise EngineError(f"the {self.model.engine} engine does not unembed streams on its device")
 
     def attach(self, name: str, sae: SAE, precision: str) -> None:
         """Copy an SAE to the device under a unique name. Raises `CapacityError` if it does not fit."""

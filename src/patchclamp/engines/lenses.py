@@ -84,6 +84,50 @@ def top_tokens(
     return torch.cat(ids).cpu().numpy(), torch.cat(logprobs).cpu().numpy()
 
 
+LENS_VALUES = {
+    "top_ids": np.int32, "top_probs": np.float32, "ranks": np.int32, "logprobs": np.float32, "kl": np.float32,
+    "entropy": np.float32,
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def lens_values(logits_GPV: torch.Tensor, top: int, chosen: Sequence[int]) -> dict[str, np.ndarray]:
+    """Describe next-token distributions at P positions, first the model's own, then those of G − 1 layers: the `top`
+    likeliest tokens and their probabilities [G − 1, P, K], the chosen tokens' ranks (0: the likeliest) and
+    log-probabilities [G − 1, P, C], KL(model's ‖ layer's) and entropy, in nats [G − 1, P]."""
+    found: list[list[torch.Tensor]] = [[] for _ in LENS_VALUES]
+    logits_GPV, chosen_C = logits_GPV.float(), torch.tensor(chosen, dtype=torch.int64, device=logits_GPV.device)
+    model_PV = logits_GPV[0] - logits_GPV[0].logsumexp(-1, keepdim=True)
+    for logits_PV in logits_GPV[1:]:
+        ids_PK, top_PK = likeliest(logits_PV, min(top, logits_PV.shape[1]))
+        ranks = [(logits_PV > logits_PV[:, token : token + 1]).sum(-1) for token in chosen]
+        logprobs_PV = logits_PV - logits_PV.logsumexp(-1, keepdim=True)
+        gap_PV = (model_PV - logprobs_PV).masked_fill_(model_PV == -torch.inf, 0)  # 0 · log 0 is 0
+        kl_P = gap_PV.mul_(model_PV.exp()).sum(-1)
+        entropy_P = -logprobs_PV.exp().mul_(logprobs_PV.masked_fill(logprobs_PV == -torch.inf, 0)).sum(-1)
+        values = (ids_PK, top_PK.exp(), torch.stack(ranks, -1) if ranks else ids_PK[:, :0], logprobs_PV[:, chosen_C],
+                  kl_P, entropy_P)  # fmt: skip
+        for of, value in zip(found, values, strict=True):
+            of.append(value)
+    stacked = zip(LENS_VALUES.items(), found, strict=True)
+    return {name: torch.stack(of).cpu().numpy().astype(dtype) for (name, dtype), of in stacked}
+
+
+@torch.inference_mode()
+def read_streams(
+    streams: Sequence[torch.Tensor], rows: Sequence[int], unembed: Unembed, top: int, chosen: Sequence[int],
+    d_vocab: int, device: Any,
+) -> dict[str, np.ndarray] | None:  # fmt: skip
+    """Unembed rows of captured streams [T, D], first the final stream, and return their `lens_values`; None if this
+    worker gets no logits."""
+    parts, positions = [], max(MAX_LOGITS // 2 // d_vocab // len(streams), 1)
+    for index in torch.tensor(rows).split(positions):
+        rows_ND = torch.cat([stream[index.to(stream.device)].to(device).float() for stream in streams])
+        if (logits_NV := unembed(rows_ND)) is not None:  # every worker takes part in every product
+            parts.append(lens_values(logits_NV.unflatten(0, (len(streams), -1)), top, chosen))
+    return {name: np.concatenate([part[name] for part in parts], 1) for name in LENS_VALUES} if parts else None
+
+
 def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
     """Yield the rows in order, in chunks of at most `size` rows; a chunk is a list of tensors."""
     part, count = list[torch.Tensor](), 0

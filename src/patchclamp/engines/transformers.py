@@ -38,7 +38,7 @@ from patchclamp.engines.base import (
 )
 from patchclamp.engines.dense_keys import DenseKeys, unread_attention
 from patchclamp.engines.generation import Generation, Passes, Sampler, StepReadout, cache_name
-from patchclamp.engines.lenses import LastNorm, top_tokens
+from patchclamp.engines.lenses import LastNorm, Unembed, read_streams, top_tokens
 from patchclamp.engines.preflight import default_dtype
 from patchclamp.engines.recompute import FEW, WAYS, Recompute
 from patchclamp.engines.tokenizer import HubTokenizer, NoTokenizer
@@ -322,6 +322,19 @@ class TransformersEngine(Engine):
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         return self._read(lambda: self._lens(wanted, top, translator))
 
+    unembeds = True
+
+    def read_streams(
+        self, streams: list[Wanted], rows: list[int], top: int, chosen: list[int]
+    ) -> dict[str, np.ndarray]:  # fmt: skip
+        def read() -> dict[str, np.ndarray] | None:
+            captured = [self.runtime.fetch(*each)[1] for each in streams]
+            return read_streams(captured, rows, self._readout(), top, chosen, self.sites.d_vocab, self.device)
+
+        found = self._read(read)
+        assert found is not None
+        return found
+
     def attach(self, name: str, sae: SAE, precision: str) -> None:
         self._call(self.runtime.dictionaries.attach, name, sae, dtype_of_precision(precision, self._net.dtype)).result()
 
@@ -413,12 +426,16 @@ class TransformersEngine(Engine):
                 read.set_exception(error)
 
     def _lens(self, wanted: list[Wanted], top: int, translator: Translator | None) -> list[TopTokens]:
-        norm = LastNorm.of(self._net, self.sites, "transformers")
         captured = [self.runtime.fetch(*each) for each in wanted]
-        unembed = lambda rows_ND: self._unembed(norm(rows_ND, self._net.dtype))  # noqa: E731
-        found = top_tokens([rows for _, rows in captured], unembed, top, self.sites, self.device, translator)
+        rows = [rows for _, rows in captured]
+        found = top_tokens(rows, self._readout(), top, self.sites, self.device, translator)
         assert found is not None
         return by_capture([positions for positions, _ in captured], *found)
+
+    def _readout(self) -> Unembed:
+        """Return the function from rows of the stream to logits."""
+        norm = LastNorm.of(self._net, self.sites, "transformers")
+        return lambda rows_ND: self._unembed(norm(rows_ND, self._net.dtype))
 
     def _unembed(self, rows_ND: torch.Tensor) -> torch.Tensor:
         """Compute the logits of rows that passed the final norm."""

@@ -12,13 +12,14 @@ unembedding · C chosen tokens
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from patchclamp.call import is_token_id
-from patchclamp.errors import PatchclampError, ProgramError, ShapeError, UnsupportedSite, unknown
+from patchclamp.engines.base import Wanted
+from patchclamp.errors import NotFinite, PatchclampError, ProgramError, ShapeError, UnsupportedSite, unknown
 from patchclamp.language import Lens, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.ops import Translator
@@ -28,10 +29,10 @@ from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
 from patchclamp.run import Run
-from patchclamp.store.journal import Journal
+from patchclamp.sites.map import LENS
 from patchclamp.studies import inputs
 from patchclamp.studies.metric import single_token
-from patchclamp.studies.readout import LAST, MAX_FLOATS, Readout, Way, readout_of
+from patchclamp.studies.readout import LAST, MAX_FLOATS, Way, readout_of
 from patchclamp.studies.study import StoredArray, Study, StudyResult, keeping, progress, provenance, recorded
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def _index_of(known: tuple[int, ...], number: int, count: int, path: str) -> int
     return known.index(wanted)
 
 
-ROWS_AT_ONCE = 256  # rows read out together, rounded down to whole positions
+HOST_ROWS, DEVICE_ROWS = 1 << 8, 1 << 12  # rows read together, rounded down to whole positions
 
 
 class LogitLens(Study):
@@ -205,15 +206,16 @@ class LogitLens(Study):
     labels: inputs.Labels = None
     """Names of the rows of `unembedding`."""
     readout: Way | None = None
-    """weights: use the model's norm and unembedding, verified on the live model; engine: one request per cell. By
-    default weights, if they reproduce the logits."""
+    """device: the model's own norm and unembedding compute the logits where it runs, in its dtype; weights: its weights
+    do so on the host in fp32, verified on the live model; engine: one request per cell. By default the first of these
+    that works; the device neither translates nor takes another unembedding."""
 
     def _run(
         self, lm: LM, *, show_progress: inputs.Progress = None, resume: inputs.ResumeFile = None
     ) -> LogitLensResult:
         import torch
 
-        from patchclamp.engines.lenses import translation
+        from patchclamp.engines.lenses import LENS_VALUES, lens_values, translation
 
         at, prompt = checked_site(lm, self.site), self.prompt
         chosen_layers, maps = _translated_layers(lm, at, self.layers, self.translators)
@@ -224,20 +226,49 @@ class LogitLens(Study):
         own_VD = None if self.unembedding is None else _tensor(self.unembedding, shape, "unembedding")
         names = _labels(own_VD, self.labels)
         chosen = [_chosen(lm, token, names, i) for i, token in enumerate(self.tokens)]
-        through = readout_of(lm, self.readout, run.prompt_token_ids)
-        stream = {layer: _rows(run, Site(at.name, layer), columns) for layer in chosen_layers}
-        read = (translation(maps.get(layer), "cpu")(rows) for layer, rows in stream.items())
-        rows_PLD = torch.stack([_rows(run, LAST, columns), *read], 1)
-        run.close()
+        streams = [LAST, *(Site(at.name, layer) for layer in chosen_layers)]
+        if self._on_device(lm):
+            way, about = "device", "the model's own norm and unembedding, where it runs"
+            wanted = [Wanted(run.key, lm.sites.resolve(site)[0].point) for site in streams]
+
+            def read(some: list[int]) -> dict[str, np.ndarray]:
+                return lm.engine.read_streams(wanted, [columns[i] for i in some], self.top, chosen)
+        else:
+            through = readout_of(lm, self.readout, run.prompt_token_ids)
+            way, about = through.way, through.about
+            translate = [translation(None, "cpu"), *(translation(maps.get(layer), "cpu") for layer in chosen_layers)]
+            rows_GPD = torch.stack([to(_rows(run, site, columns)) for to, site in zip(translate, streams, strict=True)])
+
+            def read(some: list[int]) -> dict[str, np.ndarray]:
+                rows_ND = rows_GPD[:, some].flatten(0, 1)
+                logits = through.logits(rows_ND) if own_VD is None else [through.normed(rows_ND) @ own_VD.T]
+                return lens_values(torch.cat([*logits]).unflatten(0, (len(streams), -1)), self.top, chosen)
+
         question = {
             "study": "logit_lens", "prompt": run.prompt_token_ids, "site": at.name, "layers": chosen_layers,
-            "positions": columns, "tokens": chosen, "top": self.top, "readout": through.way,
+            "positions": columns, "tokens": chosen, "top": self.top, "readout": way,
             "maps": [(of.matrix.content, None if of.bias is None else of.bias.content) for of in maps.values()],
             "unembedding": None if own_VD is None else hashlib.sha256(own_VD.numpy().tobytes()).hexdigest(),
         }  # fmt: skip
-        cells = rows_PLD.shape[0] * rows_PLD.shape[1]
-        with keeping(lm, question, resume) as journal, progress("reading", cells, show_progress) as advance:
-            measured = _measure(lm, journal, through, own_VD, rows_PLD, self.top, chosen, advance)
+        most = DEVICE_ROWS if way == "device" else min(HOST_ROWS, MAX_FLOATS // lm.model.d_vocab)
+        together = max(most // len(streams), 1)
+        parts: list[dict[str, StoredArray]] = []
+        with (keeping(lm, question, resume) as journal,
+              progress("reading", len(columns), show_progress) as advance):  # fmt: skip
+            for begin in range(0, len(columns), together):
+                some = [*range(begin, min(begin + together, len(columns)))]
+
+                def compute(some: list[int] = some) -> list[dict[str, StoredArray]]:
+                    return [{name: StoredArray.of(value) for name, value in read(some).items()}]
+
+                parts += recorded(journal, 1, dict[str, StoredArray], compute)
+                advance(len(some))
+        run.close()
+        measured: dict[str, Any] = {
+            name: np.concatenate([part[name].array() for part in parts], 1) for name in LENS_VALUES
+        }
+        if not np.isfinite(measured["entropy"]).all():
+            raise NotFinite(f"the lens at {at.name} is not finite, because captured rows are not finite")
         ids = sorted({*chosen, *np.unique(measured["top_ids"]).tolist()})
         texts = names or lm.tokenizer.token_strings(ids)
         texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
@@ -250,62 +281,25 @@ class LogitLens(Study):
             positions=tuple(columns), tokens=tuple(texts[token] for token in chosen), token_ids=tuple(chosen),
             texts=texts,
             lens=lens if own_VD is None else f"{lens} through a matrix of {len(own_VD)} rows",
-            readout=through.way, about=through.about,
+            readout=way, about=about,
             **measured,
         )  # fmt: skip
 
+    def _on_device(self, lm: LM) -> bool:
+        """True if the engine reads the streams. Raises `ProgramError` if it was asked to, and cannot."""
+        if self.readout not in ("device", None):
+            return False
+        why = lm.sites.withdrawn.get(LENS, "")
+        if not lm.engine.unembeds:
+            why = f"the {lm.model.engine} engine does not unembed rows on its device"
+        elif self.translators is not None or self.unembedding is not None:
+            why = "the device neither translates nor takes another unembedding"
+        if why and self.readout == "device":
+            raise ProgramError(f"{why}: use readout='weights'", "readout")
+        return not why
+
 
 logit_lens: Callable[..., LogitLensResult] = LogitLens.short_form("logit_lens")
-
-
-MEASURED = {
-    "top_ids": np.int32, "top_probs": np.float32, "ranks": np.int32, "logprobs": np.float32, "kl": np.float32,
-    "entropy": np.float32,
-}  # fmt: skip
-
-
-def _measure(
-    lm: LM, journal: Journal | None, through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor, top: int,
-    chosen: list[int], advance: Callable[[int], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Measure rows [P, 1 + L, D], each position's final-layer row first, a few positions at a time."""
-    together = max(min(ROWS_AT_ONCE, MAX_FLOATS // lm.model.d_vocab) // rows_PLD.shape[1], 1)
-    parts: list[list[np.ndarray]] = []
-    for rows in rows_PLD.split(together):
-
-        def compute(rows: torch.Tensor = rows) -> list[list[StoredArray]]:
-            rows_ND = rows.flatten(0, 1)
-            logits = through.logits(rows_ND) if own_VD is None else iter([through.normed(rows_ND) @ own_VD.T])
-            measured = _measure_some(logits, rows.shape[1] - 1, top, chosen)
-            return [[StoredArray.of(array) for array in measured]]
-
-        [arrays] = recorded(journal, 1, list[StoredArray], compute)
-        parts.append([of.array() for of in arrays])
-        advance(rows.shape[0] * rows.shape[1])
-    joined = (np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
-    return dict(zip(MEASURED, joined, strict=True))
-
-
-def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen: list[int]) -> list[np.ndarray]:
-    """Measure logits that arrive in chunks [n, V]: for each position the final layer's logits, then each layer's."""
-    rows = (row for part in logits for row in zip(part.log_softmax(-1), part, strict=True))
-    cells, final_V = [], None
-    for number, (logprobs_V, logits_V) in enumerate(rows):
-        if number % (layers + 1) == 0:
-            final_V = logprobs_V
-            continue
-        assert final_V is not None
-        best = logprobs_V.topk(min(top, len(logprobs_V)))
-        ranks = [int((logits_V > logits_V[token]).sum()) for token in chosen]
-        kl = float((final_V.exp() * (final_V - logprobs_V)).sum())
-        entropy = -float((logprobs_V.exp() * logprobs_V).sum())
-        cells.append((best.indices, best.values.exp(), ranks, logprobs_V[chosen], kl, entropy))
-    measured = []
-    for dtype, values in zip(MEASURED.values(), zip(*cells, strict=True), strict=True):
-        array = np.stack([np.asarray(value, dtype) for value in values])
-        by_position = array.reshape(len(cells) // layers, layers, *array.shape[1:])
-        measured.append(by_position.swapaxes(0, 1))
-    return measured
 
 
 def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple[list[int], dict[int, Translator]]:

@@ -123,7 +123,7 @@ def proved_norm(lm: LM, names: Sequence[str], layer: int, before_ND: torch.Tenso
     return norm
 
 
-Way = Literal["weights", "engine"]
+Way = Literal["device", "weights", "engine"]  # the device: `Engine.read_streams`
 LAST, FINAL_NORM, LOGITS = Site("resid_post", -1), Site("final_norm"), Site("logits")
 PROOF_TOKENS = 8  # most tokens of the prompt that verifies a readout
 MAX_FLOATS = 1 << 25  # logits computed at a time

@@ -25,6 +25,7 @@ from patchclamp.engines.vllm.frontend import (
     Grading,
     VllmFrontEnd,
     confirm,
+    first_values,
     join_captured,
     merged,
     next_call,
@@ -97,6 +98,14 @@ class AsyncEngine(VllmFrontEnd):
 
     def fetch_many(self, wanted: list[Wanted]) -> list[Captured]:
         return self._wait(self._fetch("fetch", wanted))
+
+    unembeds = True
+
+    def read_streams(
+        self, streams: list[Wanted], rows: list[int], top: int, chosen: list[int]
+    ) -> dict[str, np.ndarray]:  # fmt: skip
+        core = self._core_of_run(streams[0].run)
+        return first_values(self._wait(self.ask("read_streams", streams, rows, top, chosen, only=core)))
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         return self._wait(self.lens_async(wanted, top, translator))

@@ -483,6 +483,11 @@ def top_tokens_of(answers: Iterable[tuple[list[bytes], bytes, bytes] | None], to
     return PackedTokens(*next(answer for answer in answers if answer is not None)).read(top)
 
 
+def first_values(answers: Iterable[bytes | None]) -> dict[str, np.ndarray]:
+    """Return `lens_values` from the first worker that has them."""
+    return safetensors.numpy.load(next(answer for answer in answers if answer is not None))
+
+
 def with_rows(shards: list[Shard], counts: list[int]) -> list[Shard]:
     """Return the shards with rows, or else the first shard. Only the worker with all columns has projected rows."""
     return [shard for shard, count in zip(shards, counts, strict=True) if count] or shards[:1]

@@ -54,6 +54,7 @@ from patchclamp.engines.vllm.frontend import (
     Underway,
     VllmFrontEnd,
     confirm,
+    first_values,
     join_captured,
     merged,
     no_room,
@@ -145,6 +146,17 @@ class VllmEngine(VllmFrontEnd):
             return super().gather(runs, point, op)
         [gathered] = self._call(lambda: self._ask("gather", runs, point, op)).result()
         return gathered
+
+    unembeds = True
+
+    def read_streams(
+        self, streams: list[Wanted], rows: list[int], top: int, chosen: list[int]
+    ) -> dict[str, np.ndarray]:  # fmt: skip
+        def ask() -> list[Any]:
+            self._check_awake()
+            return self._ask("read_streams", streams, rows, top, chosen)
+
+        return first_values(self._call(ask).result())
 
     def lens_many(self, wanted: list[Wanted], top: int, translator: Translator | None = None) -> list[TopTokens]:
         def ask() -> list[Any]:

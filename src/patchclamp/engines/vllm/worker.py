@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import safetensors.numpy
 import torch
 
 from patchclamp.engines.base import Captured, Wanted, Window, decode, receipt_of
-from patchclamp.engines.lenses import LastNorm, top_tokens
+from patchclamp.engines.lenses import LastNorm, read_streams, top_tokens
 from patchclamp.engines.vllm import shared
 from patchclamp.engines.vllm.admission import Admission, Orders, SelfCheck
 from patchclamp.engines.vllm.bulk import LATER, Bulk, Job
@@ -574,23 +575,36 @@ class Attached:
     def do_lens(self, wanted: list[Wanted], top: int, translator: bytes) -> tuple[list[bytes], bytes, bytes] | None:
         """Return captures' positions, and the likeliest tokens and log-probabilities of all their rows (`top_tokens`);
         None if another worker returns them. `translator`: as msgpack."""
+        translate = msgspec.msgpack.decode(translator, type=Translator | None)
+        with self._captures_to_unembed(wanted) as captured:
+            rows = [rows for _, rows in captured]
+            found = top_tokens(rows, self._unembed, top, self.runtime.sites, self.runtime.device, translate)
+        if found is None:
+            return None
+        return [positions.tobytes() for positions, _ in captured], found[0].tobytes(), found[1].tobytes()
+
+    def do_read_streams(self, streams: list[Wanted], rows: list[int], top: int, chosen: list[int]) -> bytes | None:
+        """Return the `lens_values` of captured streams, as safetensors; None if another worker returns them."""
+        with self._captures_to_unembed(streams) as captured:
+            of_streams, d_vocab = [stream for _, stream in captured], self.runtime.sites.d_vocab
+            found = read_streams(of_streams, rows, self._unembed, top, chosen, d_vocab, self.runtime.device)
+        return None if found is None else safetensors.numpy.save(found)
+
+    @contextmanager
+    def _captures_to_unembed(self, wanted: list[Wanted]) -> Iterator[list[tuple[np.ndarray, torch.Tensor]]]:
+        """Yield captures, of other workers too, while logits are not those of the engine's step."""
         if self._config.lora_config is not None:
             raise UnsupportedSite("lenses are not supported with adapters: start the engine without enable_lora")
-        translate = msgspec.msgpack.decode(translator, type=Translator | None)
 
         def fetch(some: list[Wanted]) -> list[Captured]:
             return [*tensors_of(self.runtime.store.find(some))]
 
         captured = fetch(wanted) if self._exchange is None else self._exchange.everywhere(wanted, fetch)
-        rows = [torch.as_tensor(rows) for _, rows in captured]
-        awaits, self._awaits_logits = self._awaits_logits, False  # these are not the step's logits
+        awaits, self._awaits_logits = self._awaits_logits, False
         try:
-            found = top_tokens(rows, self._unembed, top, self.runtime.sites, self.runtime.device, translate)
+            yield [(positions, torch.as_tensor(rows)) for positions, rows in captured]
         finally:
             self._awaits_logits = awaits
-        if found is None:
-            return None
-        return [positions.tobytes() for positions, _ in captured], found[0].tobytes(), found[1].tobytes()
 
     def do_attach(self, name: str, path: str, precision: str) -> None:
         """Copy an SAE from a file to the device."""
