@@ -57,7 +57,7 @@ class Guess(PublicStruct, frozen=True):
 class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: the chosen
     tokens' ranks (0: the likeliest) and log-probabilities. `kl` [L, P]: Σ p · log(p / q) in nats, with p the final
-    layer's distribution by the model's readout, q the layer's by the lens. `entropy` [L, P]: entropy of q, in nats.
+    layer's distribution, and q this layer's distribution through the lens. `entropy` [L, P]: entropy of q, in nats.
 
     lens: description of the lens · readout, about: kind of readout, and its description
     positions: prompt position of each column · texts: every token in the result, by id
@@ -268,7 +268,7 @@ def _measure(
     lm: LM, journal: Journal | None, through: Readout, own_VD: torch.Tensor | None, rows_PLD: torch.Tensor, top: int,
     chosen: list[int], advance: Callable[[int], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure rows [P, 1 + L, D], each position's final-layer row first, a few positions at a time."""
+    """Measure rows [P, 1 + L, D] a few positions at a time. Each position's final-layer row comes first."""
     together = max(min(ROWS_AT_ONCE, MAX_FLOATS // lm.model.d_vocab) // rows_PLD.shape[1], 1)
     parts: list[list[np.ndarray]] = []
     for rows in rows_PLD.split(together):
@@ -309,7 +309,7 @@ def _measure_some(logits: Iterator[torch.Tensor], layers: int, top: int, chosen:
 
 
 def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple[list[int], dict[int, Translator]]:
-    """Return the layers to read, by default those with a translator, and their translators, if any."""
+    """Return the layers to read (by default all layers, or all with a translator), and their translators by layer."""
     if translators is None:
         return inputs.layers_of(lm, at.name, layers), {}
     chosen = None if layers is None else tuple(inputs.layers_of(lm, at.name, layers))
