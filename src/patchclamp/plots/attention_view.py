@@ -50,7 +50,7 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def _grid(self) -> tuple[int, int, int]:
-        """The numbers of panels, columns and rows, with the fewest empty cells, then an aspect ratio near 3:2."""
+        """The numbers of panels, columns and rows; the layout minimises empty cells, then prefers a ratio near 3:2."""
         count = min(len(self.names), MAX_PANELS)
         across = min(range(min(count, 3), 9), key=lambda n: (-count % n, abs(n - math.sqrt(1.5 * count))))
         return count, across, math.ceil(count / across)

@@ -277,6 +277,6 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
 
 def _round_step(least: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is at least `least`."""
+    """Return the smallest number from `least` up that is 1, 2 or 5 times a power of ten."""
     unit = 10.0 ** math.floor(math.log10(least))
     return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= least)

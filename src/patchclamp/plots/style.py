@@ -61,7 +61,7 @@ def visible(token: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Convert text as `visible` does, but keep its spaces: for running text."""
+    """Replace invisible characters as `visible` does, but keep spaces: for running text."""
     return "".join(_visible(character) for character in text)
 
 
@@ -71,7 +71,7 @@ def _visible(character: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Truncate text to `limit` characters, with an ellipsis if it was cut."""
+    """Truncate text to `limit` characters, including an ellipsis if it was cut."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
