@@ -279,7 +279,7 @@ def shape(proof: Proof) -> str:
 
 
 def module(lm: LM, name: str) -> str:
-    """Return the tensor at which this engine taps a site, such as `model.layers.{l}.mlp, output`."""
+    """Return the name of the tensor that this engine taps for a site, such as `model.layers.{l}.mlp, output`."""
     kind, shift = lm.sites.family.sites[name]
     tap = getattr(lm.sites.family.points[kind], lm.model.engine, None)
     if tap is None:
@@ -334,7 +334,7 @@ MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bo
 
 
 def findings(console: Console, report: Report) -> None:
-    """Print one table per part of the report, with advice for every problem."""
+    """Print one table per section of the report, with advice for every problem."""
     for part, group in itertools.groupby(report.findings, lambda finding: finding.part):
         console.print(Text(part, style="bold"))
         table = _table("mark", "finding", "detail", header=False)

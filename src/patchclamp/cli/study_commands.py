@@ -138,7 +138,7 @@ def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
 
 
 def command_of(name: str) -> Callable[..., None]:
-    """Make the function of a study's command, with the signature that typer reads."""
+    """Return the function of a study's command, with the signature that typer reads."""
     study = studies_by_command()[name]
     groups = options_of(study)
 
