@@ -277,7 +277,7 @@ class KeptObjects:
         self._close(owner, name, "it was deleted")
 
     def let_go(self, owner: str, name: str, run: Run) -> None:
-        """Free a run that is not kept after its request, unless its name now belongs to another run."""
+        """After a request, free its run if it is not to be kept, unless its name now belongs to another run."""
         kept = self._owners[owner].runs.get(name)
         if kept is not None and kept.run is run:
             self._close(owner, name, "its captures were returned with its answer, and keep was not set")
@@ -393,7 +393,7 @@ def bytes_of(entry: Vector | Means | Program) -> int:
 
 
 def check_name(name: str, path: str) -> str:
-    """Return the name of a run, vector or program. Raises `ProgramError` if it is invalid."""
+    """Check the name of a run, vector or program, and return it. Raises `ProgramError` if it is invalid."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ProgramError(
             f"expected up to 64 letters, digits, '_', '-' and '.', the first not '-' or '.', got {name!r}", path

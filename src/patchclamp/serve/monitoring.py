@@ -65,7 +65,7 @@ class MonitoredCall:
         runs.setdefault(index, MonitoredRun()).end = end
 
     def _add_to(self, choice: dict[str, Any]) -> None:
-        """Add to a choice of the response its scores since the last call. Scores of the program's own probes take
+        """Add the scores since the last call to a choice of the response. Scores of the program's own probes take
         precedence."""
         runs, index = self._runs.get(choice["index"], (Choices(), 0))
         begin, products = runs.setdefault(index, MonitoredRun()).news()

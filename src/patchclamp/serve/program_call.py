@@ -64,7 +64,7 @@ class Variant(msgspec.Struct, frozen=True):
     uses: Program
 
     def said_of(self, error: PatchclampError) -> PatchclampError:
-        """Return the error with a note that, in its path, the variant's edits precede the request's."""
+        """Return the error with a note that the program's first edits come from the variant."""
         edits = len(self.program.edits)
         return type(error)(f"{error.message} (the first {edits} edits come from the model {self.asked})", error.path)
 

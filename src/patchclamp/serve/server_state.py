@@ -170,7 +170,7 @@ class ReadoutReader:
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, watch: RunWatch) -> None:
-        """Wait until the readouts that a request has so far are read."""
+        """Wait until the readouts that a request has produced so far have been read."""
         read = asyncio.get_running_loop().create_future()
         self._due.append((watch, read))
         if self._task is None or self._task.done():
@@ -238,7 +238,7 @@ class Front:
         await self.engine.count_updates()
 
     def check_under_way(self, owner: str) -> None:
-        """Raise `CapacityError` if the owner already runs the maximum number of studies and grading jobs."""
+        """Raise `CapacityError` if the owner is already running the maximum number of studies and grading jobs."""
         wait = "wait until one has finished, or cancel one"
         self.limits.check_room("sweeps", self.under_way[owner], 1, "concurrent studies", fix=wait)
 
