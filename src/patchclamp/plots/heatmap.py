@@ -235,7 +235,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def noise(self) -> str:
-        """The noise floor in words."""
+        """A description of the noise floor."""
         if self.noise_floor == 0:
             return f"noise floor 0: reruns of the {self.baseline.name} prompt agree exactly"
         return f"noise floor {number(self.noise_floor)}: smaller effects mean nothing"
@@ -249,7 +249,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return np.abs(values - self.baseline.value) <= self.noise_floor
 
     def share(self, value: float) -> float | None:
-        """Return a value's fraction of the way from baseline to goal; None without a goal, or if both are equal."""
+        """Return (value − baseline) / (goal − baseline); None without a goal, or if the two are equal."""
         way = 0.0 if self.goal is None else self.effect(self.goal.value)
         return None if way == 0 else self.effect(value) / way
 
