@@ -89,7 +89,7 @@ LEFT = FOLDED | {"layer parts", "best cells", "place", "positions", "site", "sha
 
 
 def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
-    """Create a table without rules. Text is left-aligned and wrapped; numbers are right-aligned."""
+    """Create a table without lines. Text is left-aligned and wrapped; numbers are right-aligned."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=header)
     for name in columns:
         justify: JustifyMethod = "left" if name in LEFT else "center" if name in PROOFS.values() else "right"
@@ -217,7 +217,7 @@ def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
 def show_patching(
     console: Console, result: studies.AttributionPatchingResult | studies.EdgeAttributionResult, top: int
 ) -> None:
-    """Print the verified cells or edges with the largest effects, and how well estimates match patches."""
+    """Print the best verified cells or edges, or the largest estimates if none is verified, and the noise floor."""
     table = _table(*result.heads, "estimate", "exact patch")
     for cell in result.best(top) or result.proposals(top):
         exact = "–" if cell.exact is None else style.signed(cell.exact)
@@ -322,7 +322,7 @@ def parity(console: Console, result: Parity) -> None:
 
 
 def _layer(place: str) -> str:
-    """Return the layer in a site's text, `5` for "z[5]"; a dash for a site without layers."""
+    """Return the layer in a site's text, such as `5` for "z[5]"; a dash for a site without layers."""
     return place.partition("[")[2].rstrip("]") or "–"
 
 

@@ -1,4 +1,4 @@
-"""The command line: a command for every study, generated from its fields, plus the other commands and one-line errors.
+"""The command line: commands generated from the studies' fields, the other commands, and one-line errors.
 
 An option takes its name from the field, its help text from the docstring, and its parser from `Arg`.
 """
