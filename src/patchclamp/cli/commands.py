@@ -282,7 +282,7 @@ def check(study: Any, steer: dict[str, Any], drawn: bool) -> None:
 
 @contextmanager
 def serving(on: str | None, model: str, lm: LM, options: dict[str, Any]) -> Iterator[LM]:
-    """Yield the `LM` that runs the exact patches: `lm` if `on` is None, else one on that engine or server."""
+    """Yield the `LM` that runs the exact patches: `lm` if `on` is None, else a new `LM` on that engine or server."""
     if on is None:
         yield lm
     elif "://" in on:
@@ -676,10 +676,10 @@ def sites(
     full: Annotated[bool, typer.Option("--full", help="Try an edit in every layer, not in three per site.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove every site of a model: right shape, a no-op write changes nothing, an edit moves what it must, sums hold.
+    """Prove every site of a model: shapes match, no-op writes change nothing, edits have an effect, sums hold.
 
-    The exit status is 1 if a proof of a site in the model's table fails. Sites of a model without a table are withdrawn
-    if they cannot be proved.
+    The exit status is 1 if a proof of a site in the model's table fails. In a model without a table, sites that cannot
+    be proved are withdrawn.
     """
     from patchclamp.cli import show
     from patchclamp.proving import prove

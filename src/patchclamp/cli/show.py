@@ -89,7 +89,7 @@ LEFT = FOLDED | {"layer parts", "best cells", "place", "positions", "site", "sha
 
 
 def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
-    """Create a table without rules. Text is left-aligned and wrapped; numbers are right-aligned."""
+    """Create a table without lines. Text is left-aligned and wrapped; numbers are right-aligned."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=header)
     for name in columns:
         justify: JustifyMethod = "left" if name in LEFT else "center" if name in PROOFS.values() else "right"
@@ -217,7 +217,7 @@ def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
 def show_patching(
     console: Console, result: studies.AttributionPatchingResult | studies.EdgeAttributionResult, top: int
 ) -> None:
-    """Print the verified cells or edges with the largest effects, and how well estimates match patches."""
+    """Print the best verified cells or edges, or the largest estimates if none is verified, and the noise floor."""
     table = _table(*result.heads, "estimate", "exact patch")
     for cell in result.best(top) or result.proposals(top):
         exact = "–" if cell.exact is None else style.signed(cell.exact)
@@ -279,7 +279,7 @@ def shape(proof: Proof) -> str:
 
 
 def module(lm: LM, name: str) -> str:
-    """Return the tensor at which this engine taps a site, such as `model.layers.{l}.mlp, output`."""
+    """Return the name of the tensor that this engine taps for a site, such as `model.layers.{l}.mlp, output`."""
     kind, shift = lm.sites.family.sites[name]
     tap = getattr(lm.sites.family.points[kind], lm.model.engine, None)
     if tap is None:
@@ -322,7 +322,7 @@ def parity(console: Console, result: Parity) -> None:
 
 
 def _layer(place: str) -> str:
-    """Return the layer in a site's text, `5` for "z[5]"; a dash for a site without layers."""
+    """Return the layer in a site's text, such as `5` for "z[5]"; a dash for a site without layers."""
     return place.partition("[")[2].rstrip("]") or "–"
 
 
@@ -334,7 +334,7 @@ MARKS = {"ok": ("✓", "green"), "note": ("!", "yellow"), "problem": ("✗", "bo
 
 
 def findings(console: Console, report: Report) -> None:
-    """Print one table per part of the report, with advice for every problem."""
+    """Print one table per section of the report, with advice for every problem."""
     for part, group in itertools.groupby(report.findings, lambda finding: finding.part):
         console.print(Text(part, style="bold"))
         table = _table("mark", "finding", "detail", header=False)

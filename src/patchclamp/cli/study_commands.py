@@ -1,4 +1,4 @@
-"""The command line: a command for every study, generated from its fields, plus the other commands and one-line errors.
+"""The command line: commands generated from the studies' fields, the other commands, and one-line errors.
 
 An option takes its name from the field, its help text from the docstring, and its parser from `Arg`.
 """
@@ -138,7 +138,7 @@ def _option(field: StudyField, by_pair: bool, text: str) -> tuple[Any, Any]:
 
 
 def command_of(name: str) -> Callable[..., None]:
-    """Make the function of a study's command, with the signature that typer reads."""
+    """Return the function of a study's command, with the signature that typer reads."""
     study = studies_by_command()[name]
     groups = options_of(study)
 

@@ -1,5 +1,5 @@
-"""`AttentionMaps`: a grid of token-to-token heatmaps, and the prompt as text. Hovering over a token shows the tokens
-that it attends to.
+"""`AttentionMaps`: a grid of token-to-token heatmaps, and the prompt as text. Hovering over a token shows which tokens
+it attends to.
 
 G maps · Q queries · K keys, which are the tokens of the text
 """
@@ -44,13 +44,13 @@ class AttentionMaps(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     @property
     def _scale(self) -> tuple[tuple[str, ...], float, float]:
-        """The colours of the scale, and its lower and upper limit."""
+        """The colours of the scale, and its lower and upper limits."""
         high = float(np.abs(self.maps).max(initial=0.0)) or 1.0
         return (DIVERGING, -high, high) if self.signed else (SEQUENTIAL, 0.0, high)
 
     @property
     def _grid(self) -> tuple[int, int, int]:
-        """The numbers of panels, columns and rows, with the fewest empty cells, then an aspect ratio near 3:2."""
+        """The numbers of panels, columns and rows; the layout minimises empty cells, then prefers a ratio near 3:2."""
         count = min(len(self.names), MAX_PANELS)
         across = min(range(min(count, 3), 9), key=lambda n: (-count % n, abs(n - math.sqrt(1.5 * count))))
         return count, across, math.ceil(count / across)

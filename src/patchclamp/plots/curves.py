@@ -1,6 +1,6 @@
 """`Curves`: line charts on a shared x axis, with an optional band per line.
 
-A logarithmic axis may include 0, which is set apart on the left. A line has N points.
+A logarithmic axis may include 0, drawn at the left after a gap. A line has N points.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
         return f"{text} ({number(float(self.low[n]))} to {number(float(self.high[n]))})"
 
     def band(self, x: Sequence[float]) -> tuple[list[float | None], list[float | None]]:
-        """Return the band's outline for plotly to fill: one polygon per stretch without NaN, separated by None."""
+        """Return the band's outline for plotly to fill: one polygon per run of non-NaN points, separated by None."""
         assert self.low is not None
         assert self.high is not None
         known = np.flatnonzero(np.isfinite(self.low) & np.isfinite(self.high))
@@ -70,7 +70,7 @@ class Curve(msgspec.Struct, frozen=True, eq=False):
 
 
 class Chart(msgspec.Struct, frozen=True, eq=False):
-    """Lines on one vertical axis. `y_range`: its limits, by default fitted to the lines; `note`: a remark on the
+    """Lines on one vertical axis. `y_range`: the axis limits, by default fitted to the lines; `note`: a remark on the
     method; `level`: a value to mark with a dashed line; `x_label`: the label of a separate, linear horizontal axis."""
 
     title: str
@@ -277,6 +277,6 @@ class Curves(msgspec.Struct, frozen=True, eq=False):
 
 
 def _round_step(least: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that is at least `least`."""
+    """Return the smallest number from `least` up that is 1, 2 or 5 times a power of ten."""
     unit = 10.0 ** math.floor(math.log10(least))
     return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= least)

@@ -1,6 +1,6 @@
 """`Heatmap`: a grid of metric values from any study, compared with a baseline run, as a picture and as a page.
 
-White is no effect; blue is towards the clean run's value, orange towards the corrupt one's. Dots, or grey numbers, mark
+White is no effect; blue is towards the clean run's value, orange towards the corrupt run's. Dots or grey numbers mark
 effects within the noise floor; an outline marks the best cell, and hatching marks cells that were not run.
 """
 
@@ -34,7 +34,7 @@ Side = Literal["clean", "corrupt"]
 class Panel(msgspec.Struct, frozen=True, eq=False):
     """A part of the grid: `values` [R, P], NaN for cells that were not run. A panel without layers has one row, None.
 
-    coarse: values of blocks of cells, [R, P], shown paler in cells that have no value of their own
+    coarse: values of blocks of cells, [R, P], shown paler in cells that were not run alone
     details: further values of each cell, by name: [R, P] each
     part_of: the site and the cells' label, for a panel whose columns are heads or other parts of a site
     """
@@ -175,7 +175,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def scale(self) -> ColourRange:
-        """The colour scale: white is the baseline; the strong end is the goal, or without one the largest effect."""
+        """The colour scale: white is the baseline; the strong end is the goal or, if None, the largest effect."""
         centre, goal = self.baseline.value, self.goal
         shown = np.concatenate([panel.shown for panel in self.panels])
         largest = float(np.nanmax(np.abs(shown - centre), initial=0.0))
@@ -193,7 +193,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The range of the colour scale that cells and unpatched runs occupy."""
+        """The part of the colour scale that cells and unpatched runs span; all of it if that part is short."""
         scale, anchors = self.scale, [anchor.value for anchor in self.anchors]
         values = np.concatenate([anchors, *(panel.shown for panel in self.panels)])
         low, high = max(scale.low, float(np.nanmin(values))), min(scale.high, float(np.nanmax(values)))
@@ -235,7 +235,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def noise(self) -> str:
-        """The noise floor in words."""
+        """A description of the noise floor."""
         if self.noise_floor == 0:
             return f"noise floor 0: reruns of the {self.baseline.name} prompt agree exactly"
         return f"noise floor {number(self.noise_floor)}: smaller effects mean nothing"
@@ -249,7 +249,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
         return np.abs(values - self.baseline.value) <= self.noise_floor
 
     def share(self, value: float) -> float | None:
-        """Return a value's fraction of the way from baseline to goal; None without a goal, or if both are equal."""
+        """Return (value − baseline) / (goal − baseline); None without a goal, or if the two are equal."""
         way = 0.0 if self.goal is None else self.effect(self.goal.value)
         return None if way == 0 else self.effect(value) / way
 
@@ -299,7 +299,7 @@ class Heatmap(msgspec.Struct, frozen=True, eq=False):
     # -- matplotlib
 
     def draw(self) -> Figure:
-        """Draw the panels side by side, with tokens (or heads) across and layers up."""
+        """Draw the panels side by side, with layers on the vertical axis and tokens (or heads) on the horizontal."""
         labels = [shorten(visible(column.label), LONGEST_LABEL) for column in self.columns]
         rows = max(len(panel.rows) for panel in self.panels)
         widest = 6.0 if len(self.panels) == 1 else 4.0

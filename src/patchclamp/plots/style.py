@@ -1,4 +1,4 @@
-"""Parts shared by all plots: colours, the formatting of numbers and tokens, and writing figures to files.
+"""Code shared by all plots: colours, the formatting of numbers and tokens, and writing figures to files.
 
 matplotlib draws files (PNG, SVG, PDF); plotly draws interactive pages. Tokens come from prompts and are never trusted:
 invisible characters are spelled out, and text that enters a page is escaped.
@@ -61,7 +61,7 @@ def visible(token: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Convert text as `visible` does, but keep its spaces: for running text."""
+    """Replace invisible characters as `visible` does, but keep spaces: for running text."""
     return "".join(_visible(character) for character in text)
 
 
@@ -71,7 +71,7 @@ def _visible(character: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Truncate text to `limit` characters, with an ellipsis if it was cut."""
+    """Truncate text to `limit` characters, including an ellipsis if it was cut."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -80,7 +80,7 @@ def quoted(token: str) -> str:
 
 
 def number(value: float) -> str:
-    """Format a number: two decimals, two significant digits if it is small, a power of ten if it is tiny."""
+    """Format a number with two decimals, with two significant digits if small, or with an exponent if tiny."""
     size = abs(value)
     if 0 < size < 1e-3:
         digits, power = f"{value:.1e}".split("e")
@@ -326,7 +326,7 @@ def bare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def label_columns(axes: Axes, labels: list[str], width: float) -> None:
-    """Label columns of `width` inches. Long labels are rotated; if there are too many, some are left out."""
+    """Label columns of `width` inches. Long labels are rotated; some are left out if they would overlap."""
     every = max(int(0.14 / width + 0.999), 1)
     longest = max(map(len, labels), default=0) * 0.075 + 0.08
     angle = 0 if longest <= width else 45 if len(labels) <= 30 else 90

@@ -1,4 +1,4 @@
-"""Routes on vLLM's app: its completion routes, extended with programs, and the routes under `/v1/patchclamp`.
+"""Routes on vLLM's app: vLLM's completion routes, extended with programs, and the routes under `/v1/patchclamp`.
 
 Shutdown takes bounded time: every client gets a response or a closed connection, and the process exits. Stock vLLM
 cancels its output handler before it notifies running requests, and uvicorn waits for their connections indefinitely.
@@ -30,7 +30,7 @@ EXIT_S = 8.0  # then the process exits, even with tasks still running
 
 
 async def bound_shutdown(client: Any, state: Any) -> None:
-    """Wait until the server or its engine stops, then fail the running requests and make sure the process exits."""
+    """Wait until the server or engine stops, then fail the running requests and ensure that the process exits."""
     while (server := getattr(state, "server", None)) is None:
         await asyncio.sleep(LOOK_EVERY_S)
     config = server.config

@@ -87,7 +87,7 @@ def _counted(request: Request, limits: ServeLimits, limit: str, mark: bytes) -> 
 
 async def check_values(body: bytes, limits: ServeLimits, has_object: bool = False) -> None:
     """Raise `TooLarge` if a body has too many values under its key "patchclamp". With `has_object`, count all commas of
-    a body in which the key is not found, because it may be escaped."""
+    a body without the key, because the key may be escaped."""
     most, values = limits.json_values, body.count(b",")
     if values <= most and len(body) <= QUICK_BYTES:
         return
@@ -98,8 +98,8 @@ async def check_values(body: bytes, limits: ServeLimits, has_object: bool = Fals
 
 
 def program_values(body: bytes, most: int) -> int | None:
-    """Estimate the number of values under the key "patchclamp" of a JSON body by counting commas, and brackets and
-    strings in case the JSON is invalid; None without the key. Stops above `most`. A prompt's text cannot contain the
+    """Estimate the number of values under the key "patchclamp" of a JSON body by counting commas (and brackets and
+    strings, in case the JSON is invalid); None without the key. Stops above `most`. A prompt's text cannot contain the
     key, because JSON escapes its quotes."""
     place, has_key, commas, opened, strings = 0, False, 0, 0, 0
     while key := KEY.search(body, place):

@@ -1,4 +1,4 @@
-"""A run's captures as a safetensors file with one tensor per captured site, generated while it is sent.
+"""A run's captures as a safetensors file, generated while it is sent, with one tensor per captured site.
 
 tensors     `run[site]` in the dtype of the capture, named by site, such as "resid_post[3]"; for a capture among the
             edits also by path, such as "edits[0] resid_post[3]"; `run.probes[name]` as "probe NAME"
@@ -130,7 +130,7 @@ def bytes_of(rows: Any) -> np.ndarray:
 
 
 def finite(numbers: Any) -> Any:
-    """Convert numbers to lists for JSON, with None for non-finite values."""
+    """Replace the non-finite numbers in nested lists by None, for JSON."""
     if isinstance(numbers, list):
         return [finite(each) for each in numbers]
     return numbers if math.isfinite(numbers) else None
@@ -161,7 +161,7 @@ class FileResponse(StreamingResponse):
 
 
 class StoppedResponse(StreamingResponse):
-    """Streams a task's results and stops the task at the end, even if the client disconnected before the first.
+    """Streams a task's results and stops the task at the end, even if the client disconnected before the first result.
 
     The stream is closed explicitly, because the garbage collector may take minutes to free its captures.
     """

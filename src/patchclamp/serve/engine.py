@@ -199,7 +199,7 @@ def _dictionary(front: Front, name: str, ids: Sequence[int]) -> Dictionary:
 
 @router.post("/free")
 async def free(request: Request) -> dict[str, bool]:
-    """Free the captures of runs or of a closing client, and abort or end runs."""
+    """Free the captures of runs, abort or end runs, and end a closing client's lease."""
     front, owner = caller(request)
     told = await _read(request, wire.Free)
     for name in (*told.release, *told.abort, *told.end):
@@ -290,7 +290,7 @@ class _Running:
     """The running requests of one HTTP call. Unfinished requests are aborted when the connection closes.
 
     Requests start in order. The limit on the records of one request also bounds the total of all running requests,
-    because every engine step executes the records of each of them.
+    because every engine step executes all of their records.
     """
 
     def __init__(self, front: Front, owner: str, batch: wire.WireBatch, requests: list[EngineRequest]) -> None:

@@ -94,7 +94,7 @@ class NoteChannel:
 
 
 def pack_run(run: Run, request: Request) -> bytes:
-    """Serialise a finished run with its request."""
+    """Serialise a finished run and its request."""
     assert request.bound is not None
     keys = {op.condition.ids for op in request.bound.ops if op.condition is not None}
     note = RunNote(
@@ -142,7 +142,7 @@ class Owned(ChainMap[str, Any]):
 
 
 class _Owner:
-    """One owner's objects. version: counts changes to its bank; expected_bytes: reserved for running requests."""
+    """One owner's objects. version: number of changes to its bank; expected_bytes: reserved for running requests."""
 
     def __init__(self) -> None:
         self.runs: dict[str, _KeptRun] = {}
@@ -188,7 +188,7 @@ class KeptObjects:
         return sum(self._owners[owner].sizes.values())
 
     def entry(self, owner: str, kind: str, name: str) -> Any:
-        """Return the vector (or means) or program with a name. Raises `MissingSource`."""
+        """Return the vector, means or program with this name. Raises `MissingSource`."""
         entries = self.entries(owner, kind)
         if name not in entries:
             names = ", ".join(list(entries)[:20]) or "none"
@@ -255,7 +255,7 @@ class KeptObjects:
             self._say(owner, name, "run", lambda: pack_run(run, request))
 
     def run(self, owner: str, name: str) -> Run:
-        """Return the run with a name. Raises `Gone` if it was dropped, and `MissingSource` if it never existed."""
+        """Return the run with this name. Raises `Gone` if it was dropped, and `MissingSource` if it never existed."""
         self.drop_old()
         kept = self._owners[owner].runs.get(name)
         if kept is not None:
@@ -277,7 +277,7 @@ class KeptObjects:
         self._close(owner, name, "it was deleted")
 
     def let_go(self, owner: str, name: str, run: Run) -> None:
-        """Free a run that is not kept after its request, unless its name now belongs to another run."""
+        """After a request, free its run if it is not to be kept, unless its name now belongs to another run."""
         kept = self._owners[owner].runs.get(name)
         if kept is not None and kept.run is run:
             self._close(owner, name, "its captures were returned with its answer, and keep was not set")
@@ -393,7 +393,7 @@ def bytes_of(entry: Vector | Means | Program) -> int:
 
 
 def check_name(name: str, path: str) -> str:
-    """Return the name of a run, vector or program. Raises `ProgramError` if it is invalid."""
+    """Check the name of a run, vector or program, and return it. Raises `ProgramError` if it is invalid."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ProgramError(
             f"expected up to 64 letters, digits, '_', '-' and '.', the first not '-' or '.', got {name!r}", path
@@ -439,7 +439,7 @@ class SweepJournals:
         self._journals: dict[tuple[str, str], SweepJournal] = {}
 
     def start(self, owner: str, name: str) -> SweepJournal:
-        """Return the journal with a name, created if missing; `end` must follow. Raises `CapacityError` if the owner
+        """Return the journal with this name, created if missing; `end` must follow. Raises `CapacityError` if the owner
         has too many, and `ProgramError` for an invalid name."""
         key = owner, check_name(name, "resume")
         self._drop_old()

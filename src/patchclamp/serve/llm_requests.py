@@ -1,7 +1,7 @@
 """Programs in the requests of a `vllm.LLM`: `SamplingParams(extra_args={"patchclamp": program})`.
 
-The sites are proved before the first program, and again after the model's weights were updated. Each completion of a
-program, or of any request if the engine has its own probes, has its `Run` as `completion.patchclamp`.
+The sites are proved before the first program, and again after the model's weights were updated. `completion.patchclamp`
+is the `Run` of each completion of a request with a program, or of all requests if the engine has its own probes.
 """
 
 from __future__ import annotations

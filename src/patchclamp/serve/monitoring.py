@@ -1,4 +1,4 @@
-"""Scores of every request by the server's own probes (`--probe`), in responses, metrics, and a log on disk.
+"""Scores of all requests from the server's own probes (`--probe`): in responses, in metrics and in a log on disk.
 
 `MonitoredCall` adds scores to the response of one HTTP request. `ScoreWatch` counts all scores for Prometheus, and
 passes the scores of a sample of requests to a `ScoreLog`, which writes them on its own thread.
@@ -65,7 +65,7 @@ class MonitoredCall:
         runs.setdefault(index, MonitoredRun()).end = end
 
     def _add_to(self, choice: dict[str, Any]) -> None:
-        """Add to a choice of the response its scores since the last call. Scores of the program's own probes take
+        """Add the scores since the last call to a choice of the response. Scores of the program's own probes take
         precedence."""
         runs, index = self._runs.get(choice["index"], (Choices(), 0))
         begin, products = runs.setdefault(index, MonitoredRun()).news()
@@ -138,7 +138,7 @@ class ScoreWatch:
         self._log = None if log.path is None else ScoreLog(log, monitors, self._dropped.inc, process)
 
     def __call__(self, names: list[str], firsts: np.ndarray, counts: np.ndarray, products: np.ndarray) -> None:
-        """Count and log the scores in a message (called as `MonitorLog.watch`)."""
+        """Count and log the scores of one message; called as `MonitorLog.watch`."""
         for monitor, outputs in self._outputs:
             scores = monitor.scores(products).reshape(-1, len(outputs))
             for i, (histogram, above) in enumerate(outputs):

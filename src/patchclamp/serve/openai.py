@@ -241,7 +241,7 @@ async def _streamed(response: StreamingResponse, raw_request: Request, call: Pro
 
 
 async def _with_readouts(chunk: str, call: ProgramCall) -> str:
-    """Add readouts to each choice of a stream chunk: those of the tokens since the choice's previous chunk."""
+    """Add readouts to each choice of a stream chunk: readouts of the tokens since the choice's previous chunk."""
     if not call.parts or not chunk.startswith("data: {"):
         return chunk
     said = json.loads(chunk[6:])

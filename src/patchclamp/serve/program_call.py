@@ -64,7 +64,7 @@ class Variant(msgspec.Struct, frozen=True):
     uses: Program
 
     def said_of(self, error: PatchclampError) -> PatchclampError:
-        """Return the error with a note that, in its path, the variant's edits precede the request's."""
+        """Return the error with a note that the program's first edits come from the variant."""
         edits = len(self.program.edits)
         return type(error)(f"{error.message} (the first {edits} edits come from the model {self.asked})", error.path)
 
@@ -212,12 +212,12 @@ class ProgramCall:
         return self.program.fingerprint
 
     def next_prompt(self) -> int:
-        """Return the index of the next prompt that vLLM's route runs."""
+        """Return the index of the next prompt of vLLM's route, and count it."""
         self._prompts += 1
         return self._prompts - 1
 
     def is_quick(self, tokens: int) -> bool:
-        """True if binding the program to the prompts so far and one more takes only milliseconds."""
+        """True if binding the program to all prompts so far, and to one of `tokens` tokens, takes only milliseconds."""
         ops = [op for _, op in self.program.ops]
         if any(isinstance(op, Use) for op in ops):  # a stored program has up to 10,000 edits
             return False
@@ -259,7 +259,7 @@ class ProgramCall:
             raise
 
     def add(self, choice: int, run: Run, request: Request, kept: KeptObjects) -> None:
-        """Add the run of a choice, and store it if it has captures."""
+        """Add a choice's run to the call, and store the run if it has captures."""
         name = run.key if self.name is None else self.name if choice == 0 else f"{self.name}.{choice}"
         self.runs[choice] = name, run
         if run.has_captures:
@@ -371,7 +371,7 @@ def lens_answers(lenses: Mapping[Any, LensResult]) -> dict[str, Any]:
 
 
 def feature_answers(features: Mapping[str, FeaturesResult]) -> dict[str, Any]:
-    """Return features as JSON, by SAE name."""
+    """Return the results of SAE features as JSON, by SAE name."""
     return {
         name: {"positions": read.positions, "ids": read.ids.tolist(), "values": finite(read.values.tolist())}
         for name, read in features.items()
@@ -421,7 +421,7 @@ class Records:
         return count
 
     def stop(self) -> None:
-        """Stop binding after the client disconnected."""
+        """Abort binding, because the client disconnected."""
         self._stopped = True
 
 
@@ -606,7 +606,7 @@ class ProgramRun:
         return Run(lm, request, program, answer, is_kept_elsewhere=True, first=first)
 
     def outputs(self, generate: Callable[..., Any], name: str, others: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """Return vLLM's outputs. The run is added to the call before the last output is yielded."""
+        """Return the stream of vLLM's outputs. The run is added to the call before the last output is yielded."""
         if self._call.monitored is not None:
             name = self._call.monitored.enter(name, 1, self._choice)
         ended = self._take if self._watch is None else self._hold

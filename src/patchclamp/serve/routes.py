@@ -238,7 +238,7 @@ async def list_programs(request: Request) -> schema.ProgramList:
 
 @router.get("/programs/{name}")
 async def read_program(name: ProgramName, request: Request) -> dict[str, list[dict[str, Any]]]:
-    """Return a program, in the format in which programs are stored."""
+    """Return a program, in the format of the request that stores a program."""
     front, owner = caller(request)
     return {"edits": to_dict(front.kept.entry(owner, "program", name))["edits"]}
 

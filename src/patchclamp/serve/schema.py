@@ -266,7 +266,7 @@ TYPES |= {kind | None: of | None for kind, of in TYPES.items()}
 
 
 def _op_model(name: str, op: type[Op]) -> type[BaseModel]:
-    """Create the pydantic model of an op."""
+    """Create the pydantic model of an op; `name` is the value of its `type` field."""
     fields: dict[str, Any] = {"type": (Literal[name], ...)}
     for field in msgspec.structs.fields(op):
         default = ... if field.required else field.default
@@ -415,5 +415,5 @@ def error_object(error: PatchclampError) -> dict[str, Any]:
 
 
 def _sendable(text: str) -> str:
-    """Make text valid UTF-8 and cut it to `MAX_MESSAGE` characters."""
+    """Return text as valid UTF-8, truncated to `MAX_MESSAGE` characters."""
     return text[:MAX_MESSAGE].encode(errors="backslashreplace").decode()

@@ -1,7 +1,7 @@
 """The state of one API process: its engine with a proved `LM`, kept objects, client leases, bindings, and the log.
 
 Objects stored by a request belong to an owner: the hash of its API key. The log has one JSON object per line, among
-vLLM's lines. No line has a prompt, an answer, a name that a caller chose, or an error message, which may quote the
+vLLM's lines. No line contains a prompt, an answer, a name chosen by a caller, or an error message, which may quote the
 prompt.
 """
 
@@ -61,7 +61,7 @@ def log(event: str, owner: str, **facts: Any) -> None:
 
 
 def of_error(error: PatchclampError) -> dict[str, Any]:
-    """Return the loggable fields of an error: its class, its status, and the op of the program that caused it."""
+    """Return the loggable fields of an error: its class, its status, and the op that caused it."""
     op = OP.search(error.path or "")
     return {"error": type(error).__name__, "status": error.status, "op": op[0] if op else None}
 
@@ -170,7 +170,7 @@ class ReadoutReader:
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, watch: RunWatch) -> None:
-        """Wait until the readouts that a request has so far are read."""
+        """Wait until the readouts that a request has produced so far have been read."""
         read = asyncio.get_running_loop().create_future()
         self._due.append((watch, read))
         if self._task is None or self._task.done():
@@ -238,7 +238,7 @@ class Front:
         await self.engine.count_updates()
 
     def check_under_way(self, owner: str) -> None:
-        """Raise `CapacityError` if the owner already runs the maximum number of studies and grading jobs."""
+        """Raise `CapacityError` if the owner is already running the maximum number of studies and grading jobs."""
         wait = "wait until one has finished, or cancel one"
         self.limits.check_room("sweeps", self.under_way[owner], 1, "concurrent studies", fix=wait)
 
@@ -302,7 +302,7 @@ class ClientWork:
         self._on_loop(self.events.put_nowait, result)
 
     def ended(self) -> None:
-        """Finish on the event loop's thread, after the work has ended."""
+        """Close the event queue and log the work; called on the event loop's thread after the work has ended."""
         self.events.put_nowait(None)
         self.front.under_way[self.owner] -= 1
         log(self.event, self.owner, **self.facts(), took_s=round(time.perf_counter() - self._began_s, 6))
@@ -320,7 +320,7 @@ class ClientWork:
 
 
 def front_of(client: Any) -> Front:
-    """Return the front of an `AsyncLLM`, created at the first call."""
+    """Return the `Front` of an `AsyncLLM`, created at the first call."""
     front = getattr(client, "patchclamp", None)
     if front is None:
         front = client.patchclamp = Front(client)

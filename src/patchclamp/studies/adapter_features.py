@@ -122,8 +122,8 @@ class AdapterFeaturesResult(StudyResult, frozen=True, eq=False, kw_only=True):
 class AdapterFeatures(Study):
     """Compare an SAE's features under the base model and under a LoRA adapter: mean activation and firing rate.
 
-    Raises: `EngineError` on engines without adapters (vLLM has them, with `enable_lora=True`), `TokensError` if no
-    token is selected, and the error of any run.
+    Raises: `EngineError` on an engine without LoRA adapters (vLLM needs `enable_lora=True`), `TokensError` if no token
+    is selected, and the error of any run.
     """
 
     command = "adapter-features"

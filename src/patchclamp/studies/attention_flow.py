@@ -1,7 +1,7 @@
 """The flow of information through attention: rollout through all layers, and edges weighted by the heads' outputs.
 
 Attention patterns alone overstate tokens with small value vectors, such as the first token. So an edge is weighted by
-its part of the head's output, α · v W_O: by its norm, or its direct contribution to a logit.
+its term in the head's output, α · v W_O: by the norm of that term, or by its direct contribution to a logit.
 
 Source: Abnar and Zuidema 2020 (arXiv:2005.00928), section 3, for the rollout; Kobayashi et al. 2020 (arXiv:2004.10102),
 equation 5, for norms; Elhage et al. 2021, "A mathematical framework for transformer circuits", for contributions.
@@ -40,8 +40,8 @@ READ = ("v", "z", "attn_out")  # sites needed for edges, besides the pattern
 def by_layer(
     lm: LM, prompts: Sequence[list[int]], layers: Sequence[int], tokens: TokensLike, also: Sequence[str] = ()
 ) -> Iterator[tuple[int, list[Run]]]:
-    """Yield (layer, runs), with one run per prompt that captured the layer's patterns at the query tokens `tokens`, and
-    the sites `also`. Each call of `lm.run` captures as many layers as fit in `MAX_BYTES`; then its runs are closed."""
+    """Yield each layer and its runs, one per prompt: patterns captured at the query tokens `tokens`, plus the sites
+    `also`. Each call of `lm.run` captures as many layers as fit in `MAX_BYTES`; its runs are then closed."""
     size = 4 * lm.sites.sizes.heads * sum(len(ids) ** 2 for ids in prompts)
     together = max(MAX_BYTES // size, 1)
     for first in range(0, len(layers), together):
@@ -122,7 +122,7 @@ class AttentionEdge(PublicStruct, frozen=True):
 class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Edges from the tokens at `positions` to all tokens, in the heads of `layers`.
 
-    `lengths` [L, H, Q, T]: α ‖v W_O‖, the norm of the edge's part of the head's output, before any post-attention norm.
+    `lengths` [L, H, Q, T]: α ‖v W_O‖, the norm of the edge's term in the head's output, before any post-attention norm.
     `shares` [L, H, Q, T]: the edge's direct contribution to the logit of `answer` at the query, minus that to the logit
     of `foil`; [0, H, Q, T] without an answer. The sum over keys is the head's direct logit attribution.
     """
@@ -137,7 +137,7 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def values(self) -> np.ndarray:
-        """The weights that rank edges, [L, H, Q, T]: `shares`, or `lengths` if there is no answer."""
+        """The weights used to rank edges, [L, H, Q, T]: `shares`, or `lengths` if there is no answer."""
         return self.lengths if self.answer is None else self.shares
 
     def best(self, count: int = 10) -> list[AttentionEdge]:
@@ -194,10 +194,10 @@ class AttentionEdgesResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class AttentionEdges(Study):
-    """Weight each attention edge by the norm of its part of the head's output, and by its contribution to a logit.
+    """Weight each attention edge by the norm of its term in the head's output, and by its contribution to a logit.
 
-    Raises: `ModelError` if a head's output is not its values weighted by its pattern, or the weights do not reproduce a
-    part of the model; `CapacityError` for more than 2²⁶ edges; and the error of any run.
+    Raises: `ModelError` if a head's output is not its values weighted by its pattern, or a part of the model cannot be
+    reproduced from its weights; `CapacityError` for more than 2²⁶ edges; and the error of any run.
     """
 
     command = "attention-edges"

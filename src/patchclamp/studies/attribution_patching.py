@@ -2,7 +2,7 @@
 
 To first order, giving an activation a of the corrupt run its clean value changes the metric m by
 (clean − corrupt) · ∂m/∂a. With `steps`, the gradient is averaged along the path from the corrupt prompt's embedding to
-the clean one's. This finds cells whose gradient vanishes at the corrupt run.
+the clean one's. Averaging also finds cells whose gradient vanishes at the corrupt run.
 
 Source: Nanda 2023, "Attribution patching: activation patching at industrial scale"; Syed et al. 2023
 (arXiv:2310.10348); integrated gradients of inputs as in Hanna et al. 2024 (arXiv:2403.17806), equation 3; Sundararajan

@@ -1,5 +1,5 @@
-"""The base of studies that estimate effects from gradients of a clean prompt, a corrupt prompt and steps between them,
-patch some cells exactly, and report the correlation of the estimated and exact effects.
+"""The base of studies that estimate effects from gradients at a clean prompt, a corrupt prompt and points between them,
+patch some cells exactly, and report the correlation between estimated and exact effects.
 
 T tokens of the corrupt prompt · D model width
 """
@@ -62,8 +62,8 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
     noise_floor: float
 
     def pearson(self, which: Verified = "all") -> float:
-        """Return the Pearson correlation of estimated and exact effects over `which` of the verified cells. NaN for
-        fewer than three cells."""
+        """Return the Pearson correlation of estimated and exact effects over the verified cells selected by `which`.
+        NaN for fewer than three cells."""
         return _correlation(*self._pairs(which))
 
     def spearman(self, which: Verified = "all") -> float:
@@ -245,7 +245,7 @@ class Candidates(GradedAnswer):
         raise NotImplementedError
 
     def read(self, points: Sequence[int]) -> None:
-        """Run both prompts, and keep rows and gradients at `points`. Raises: as `gradients`."""
+        """Run both prompts, and keep rows and gradients at `points`. Raises the errors of `gradients`."""
         self._first = self._lm.sites.resolve(Site("resid_pre", 0))[0].point
         self._points = sorted({*points, self._first})
         self.clean, self.corrupt = (self.gradients(ids, self._points) for ids in self.ids)

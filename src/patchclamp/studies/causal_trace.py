@@ -1,4 +1,4 @@
-"""The causal trace: through which states does a fact about a subject reach the answer?
+"""The causal trace: which states carry a fact about a subject to the answer?
 
 Noise on the embeddings of the subject's tokens destroys the answer. Then one state at a time (a site, a layer, a
 position, or a window of layers) is restored to its value without the noise. If the answer returns, the fact passes

@@ -1,6 +1,6 @@
 """Direct logit attribution: how much does each layer, head and neuron contribute directly to the answer's logit?
 
-The final stream is the sum of the outputs of the embedding and of all attention and MLP layers. With the final norm's
+The final stream is the sum of the embedding and the outputs of all attention and MLP layers. With the final norm's
 scale frozen, the logits are a sum over the same parts. A part's indirect effect through later layers is not included.
 
 Source: Elhage et al. 2021, "A mathematical framework for transformer circuits"; Wang et al. 2022 (arXiv:2211.00593),
@@ -43,11 +43,11 @@ class Share(PublicStruct, frozen=True):
 
 class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`shares` [N, C]: contributions of the `parts` ("embed", "attn_out[0]", …, "bias") to logit(answer) − logit(foil)
-    or, without a foil, to logit(answer). They add up to `totals` [N], computed from the final stream before any cap on
-    the logits, with the rounding error `unexplained` [N]. `logit_diffs` [N]: the same difference from the model's
-    logits.
+    or, without a foil, to logit(answer). Their sum differs from `totals` [N], computed from the final stream before any
+    cap on the logits, by the rounding error `unexplained` [N]. `logit_diffs` [N]: the same difference, but from the
+    model's own logits.
 
-    `heads` [N, L, H] and `head_biases` [N, L] add up to the contribution of the layer's `attn_out`, `neurons` [N, L, M]
+    `heads` [N, L, H] and `head_biases` [N, L] add up to the contribution of the layer's `attn_out`; `neurons` [N, L, M]
     and `neuron_biases` [N, L] to that of its `mlp_out`. NaN in layers without heads or neurons; [N, L, 0] if not
     requested.
     """
@@ -66,14 +66,14 @@ class DirectAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
     neuron_biases: np.ndarray
 
     def share(self, part: str) -> float:
-        """Return a part's mean contribution over the prompts: "embed", "mlp_out[3]", "z[9, 6]", "neurons[3, 17]"."""
+        """Return the mean contribution over prompts of a part, such as "embed", "z[9, 6]" or "neurons[3, 17]"."""
         found = next((share for share in self.ranked() if share.part == part), None)
         if found is None:
             raise unknown("part", part, [share.part for share in self.ranked()][:2000], "part")
         return found.value
 
     def ranked(self, kind: str = "") -> list[Share]:
-        """Return parts by absolute contribution, largest first: all, or only one `kind`: "attn_out", "z", "neurons"."""
+        """Return parts, largest absolute contribution first: all, or one `kind` ("attn_out", "z" or "neurons")."""
         shares = list(zip(self.parts, self.shares.mean(0).tolist(), strict=True))
         for name, grid in (("z", self.heads), ("neurons", self.neurons)):
             mean = grid.mean(0)
@@ -156,10 +156,10 @@ WITHIN: dict[str, Word] = {"head": "z", "neuron": "neurons"}
 
 
 class DirectAttribution(Study):
-    """Show each part's direct contribution to an answer's logit, with the final norm frozen at its scale.
+    """Show each part's direct contribution to an answer's logit, with the final norm's scale frozen.
 
-    Raises: `ModelError` if the weights do not reproduce a part of the model, `TokensError` for an answer of several
-    tokens, and the error of any run.
+    Raises: `ModelError` if a part of the model cannot be reproduced from its weights, `TokensError` for an answer of
+    several tokens, and the error of any run.
     """
 
     command = "attribute"
@@ -255,8 +255,8 @@ def _parts(lm: LM, rows: LastRows) -> dict[str, torch.Tensor]:
 def _within(
     lm: LM, word: Word, asked: list[Word], rows: LastRows, towards_ND: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the contributions of each layer's heads or neurons, [N, L, heads or neurons], and biases, [N, L]; NaN in
-    layers without them."""
+    """Return the contributions of each layer's heads or neurons, [N, L, H or M], and of its biases, [N, L]; NaN in
+    layers without heads or neurons."""
     shape = len(towards_ND), lm.model.layers
     count, size = (lm.sites.parts(word) or (0, 1)) if word in asked else (0, 1)
     shares, rest = np.full((*shape, count), np.nan, np.float32), np.full(shape, np.nan, np.float32)
@@ -271,6 +271,6 @@ def _within(
 
 
 def _each(lm: LM, tokens: Any, count: int, path: str) -> list[int]:
-    """Return one token id per prompt, from a shared token or a list."""
+    """Return one token id per prompt, given a shared token or a list."""
     paths = [f"{path}[{i}]" if isinstance(tokens, (list, tuple)) else path for i in range(count)]
     return [single_token(lm, *one) for one in zip(one_each(tokens, count, path), paths, strict=True)]

@@ -3,7 +3,7 @@ edges exactly. The effect of an edge is the change in the metric if v read u's o
 
 Each receiver reads the stream through its own norm. To first order, the effect of an edge u → v is the difference
 (clean − corrupt) of u's output, times the gradient with respect to the stream as read by v. An exact patch replaces u's
-output by its clean value in the corrupt stream that v alone reads, and applies v's norm. This is a single edit at
+output by its clean value in the corrupt stream, but only as v reads it, and applies v's norm. This is a single edit at
 `attn_in`, `mlp_in` or the final stream.
 
 Source: Syed et al. 2023 (arXiv:2310.10348), equation 3; with `steps`, Hanna et al. 2024 (arXiv:2403.17806), equation 3.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Edge(PublicStruct, frozen=True):
-    """An edge: the output of one part of the model, as read by another."""
+    """An edge: one part of the model reads another part's output."""
 
     sender: str
     receiver: str
@@ -90,7 +90,7 @@ class EdgeAttributionResult(Proposal[Edge], frozen=True, eq=False, kw_only=True)
 class EdgeEnd(msgspec.Struct, frozen=True):
     """A sender, or a receiver's input. A sender reaches every receiver with a higher `order`.
 
-    stream: the receiver's stream before its norm, if it has one
+    stream: the stream before the receiver's norm; None without a norm
     """
 
     site: Site
@@ -172,7 +172,7 @@ def _parts(lm: LM) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
 
 
 def _norm(lm: LM, part: EdgeEnd, rows: dict[Site, np.ndarray]) -> Norm | None:
-    """Return the norm through which a receiver reads its stream."""
+    """Return the norm that a receiver applies to the stream; None if it has none."""
     import torch
 
     if part.stream is None:
@@ -204,7 +204,7 @@ class EdgeAttribution(GradientStudy):
 
     Parts are the embedding, attentions, MLPs and the logits. `run(lm, on=...)` patches on another `LM`.
 
-    Raises: `EngineError` for an engine without gradients, `ModelError` for a norm that its weights do not reproduce,
+    Raises: `EngineError` for an engine without gradients, `ModelError` if a norm cannot be reproduced from its weights,
     `UnsupportedSite` for models without a separate norm before attention or MLP, and the error of any run.
     """
 

@@ -35,7 +35,7 @@ class EdgeSweepResult(Sweep, frozen=True, eq=False, kw_only=True):
 class EdgeSweep(PromptGrid):
     """Knock out attention from queries to keys, by layers and heads, and show where the answer suffers.
 
-    A cell is a window of layers, all heads or a group of heads, and a column's queries and keys. A cell includes a
+    A cell combines a window of layers, a group of heads (or all), and a column's queries and keys. A cell includes a
     query only if it can attend to at least one of the cell's keys and to another token; `skipped` lists queries that no
     cell includes. Effects are relative to the unedited run.
 

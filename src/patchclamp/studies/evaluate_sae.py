@@ -3,7 +3,7 @@ its features are.
 
     loss recovered = (CE of the ablated model − CE with the SAE) / (CE of the ablated model − CE of the model)
 
-CE is the mean negative log-probability of the prompts' own tokens, in nats. With the SAE, every row is replaced by its
+CE is the mean negative log-probability of the prompts' tokens, in nats. With the SAE, every row is replaced by its
 reconstruction; in the ablated model, by zero or the data set's mean row. 1 is a perfect SAE, 0 is no better than
 ablation.
 Source: Bricken et al. 2023, "Towards monosemanticity"; on its weaknesses, Rajamanoharan et al. 2024 (arXiv:2404.16014).

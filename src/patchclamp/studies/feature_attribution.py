@@ -8,7 +8,7 @@ n features is the fraction of the metric that remains when all other active feat
 Source: Marks et al. 2024, "Sparse feature circuits" (arXiv:2403.19647), with ablation to 0; Nanda 2023, "Attribution
 patching: activation patching at industrial scale".
 
-C cells (a feature, or a feature at a token) · N active features of tokens · K sizes of the curve
+C cells (a feature, or a feature at a token) · N (token, active feature) pairs · K sizes of the curve
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Cell = tuple[int, tuple[int, ...]]  # a feature, and the positions where it is a
 
 
 class FeatureAttributionResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`features`, `positions` [C]: each cell's feature and position, −1 for all tokens; `values` [C]: the largest
+    """`features`, `positions` [C]: each cell's feature and position, −1 for all tokens; `values` [C]: its largest
     value. `estimates`, `exact` [C]: the effect on the metric, from the gradient and from an ablation; NaN if not
     computed. `active` [N, 2], `active_values` [N]: active features as (position, id), and their values.
 

@@ -224,7 +224,7 @@ class _Fit:
     def measured(
         self, test: list[inputs.EncodedPrompt], matrix_LDD: torch.Tensor, bias_LD: torch.Tensor
     ) -> tuple[np.ndarray, int]:
-        """Measure the lens on held-out prompts: the four `MEASURED` quantities [4, L], and the number of rows."""
+        """Measure the lens on held-out prompts; return the `MEASURED` quantities [4, L] and the number of rows."""
         import torch
 
         sums, count = np.zeros((len(MEASURED), len(self._sites))), 0
@@ -296,7 +296,7 @@ class LensFile(NamedTuple):
 @inputs.checked
 def read_lens(path: str | os.PathLike[str], site: Literal["resid_post", "resid_pre"] = "resid_post") -> LensFile:
     """Read translators for `pc.Lens` and `logit_lens` from another package's file or its folder: `params.pt` of
-    tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` need no reading: pass their path.
+    tuned-lens, `lens.pt` of jacobian-lens. Results of `fit_lens` need no conversion: pass their path.
 
     site: "resid_post" or "resid_pre", the site that layer indices refer to; resid_pre[l + 1] is resid_post[l].
         tuned-lens starts at resid_pre[0] (the embedding) and lacks the last resid_post

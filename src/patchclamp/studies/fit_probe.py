@@ -57,13 +57,13 @@ RATES = (0.0, 0.01, 0.02, *(n / 20 for n in range(1, 20)))  # false positive rat
 class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """Probes at the `layers` of a `site`, and their out-of-fold log-odds of the N rows.
 
-    tokens, pool: the rows' selection and pooling; tokens is "" if a harvest's filters are not a selection
+    tokens, pool: the rows' selection and pooling; tokens is "" if no selection matches the harvest's filters
     classes: labels of the negative and the positive class
     weight [L, D], bias [L]: w and b of the log-odds w · h + b, fitted on all rows
     log_odds [L, N]: each row's log-odds from the probe fitted without the row's fold
     fold_auroc [L, K]: AUROC of each fold's rows
     positive [N]: True for rows of the positive class
-    document, fold [N]: each row's document and fold; identical prompts are one document
+    document, fold [N]: each row's document and fold; identical prompts count as one document
     """
 
     layers: tuple[int, ...]
@@ -158,8 +158,8 @@ class FitProbeResult(StudyResult, frozen=True, eq=False, kw_only=True):
         return self.layers.index(layer)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return one row per layer: AUROC with its standard deviation over folds, accuracy, log loss, and recall at 1 %
-        false positives."""
+        """Return one row per layer: AUROC with its standard deviation over folds, accuracy, log loss, and recall at a
+        false positive rate of 1 %."""
         import pandas
 
         return pandas.DataFrame({

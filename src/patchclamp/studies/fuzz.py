@@ -116,7 +116,7 @@ class Fuzz(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The edits in words: `noise at embed, times the row's root mean square`."""
+        """A description of the edits: `noise at embed, times the row's root mean square`."""
         if self.mode == "scale":
             return "embeddings times 1 − strength"
         places = "embed" if self.at is None else ", ".join(map(str, self.at)).replace(" @ every", "")
@@ -262,7 +262,7 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
         )  # fmt: skip
 
     def _quartiles(self, label: str, values: np.ndarray) -> Curve:
-        """Return the median, with the interquartile range as a band."""
+        """Return a curve of the median, with the interquartile range as a band."""
         low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=(0, 2))
         return Curve(label, np.array(self.strengths), middle, low, high)
 
@@ -426,8 +426,8 @@ class _FuzzPlan:
         }  # fmt: skip
 
     def run(self, journal: Journal | None, show: Show) -> tuple[list[list[FuzzAnswer]], list[_Fuzzed]]:
-        """Run every prompt without noise, then every cell, except those in the journal. Return the answers without
-        noise, by prompt and seed, and the records of `cells`."""
+        """Run every prompt without noise, then every cell. Runs in the journal are not repeated. Return the answers
+        without noise, by prompt and seed, and the records of `cells`."""
         seeds, max_tokens = self._study.seeds, self._study.max_tokens
         each = len(seeds) if self.drawn else 1  # unedited runs of a prompt
         own = [(p, None, s) for p in range(len(self.prompts)) for s in range(each)]

@@ -3,7 +3,7 @@
 A study reads its arguments into a `GridPlan`: its prompts (`GridCase`), rows, and source of values (`sources`). The
 plan grades the unpatched runs, repeats each with every cell patched in turn, and returns a `Sweep`. `Cells` runs graded
 trials in batches. Reruns of the unpatched prompt among them measure the noise floor. Values are appended to a journal,
-from which an interrupted study resumes.
+so that an interrupted study can resume.
 
 `Zoom` goes from coarse to fine: it patches blocks of layers and positions at once, and splits the best into smaller
 ones. A block's value is not the sum of its cells' values: a patch in one layer is overwritten by the next layer's, and
@@ -125,7 +125,7 @@ class PairGrid(Grid):
 def _pair_columns(
     lm: LM, clean: Words, corrupt: Words, alignment: Alignment, positions: Any, of: tuple[int, int], direction: str
 ) -> tuple[Column, ...]:
-    """Return the columns of pair `of[0]` out of `of[1]`: positions of the patched prompt, each with its partner."""
+    """Return the columns of pair `of[0]` out of `of[1]`: patched positions and their aligned partners."""
     denoising = direction == "denoising"
     words, other = (corrupt, "clean") if denoising else (clean, "corrupt")
     partner = {b: a for a, b in alignment.pairs} if denoising else dict(alignment.pairs)
@@ -219,8 +219,8 @@ class GridCase(NamedTuple):
 
 
 class GridPlace(NamedTuple):
-    """Cells that are patched together: the sites of a row, at the grid's columns with indices `columns`. `at`: the row
-    and column index of the first cell."""
+    """Cells that are patched together: the sites of `row`, in the grid columns with the indices `columns`. `at`: the
+    first cell's row and column index."""
 
     row: Row
     columns: tuple[int, ...]
@@ -228,7 +228,7 @@ class GridPlace(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """An unpatched run: the baseline of the patched runs of its cells.
+    """An unpatched run, which is the baseline of the runs that patch its cells.
 
     before: edits that every patched run applies before the cell's edits
     base: the unpatched metric; offset, factor: the grid holds (metric − offset) · factor
@@ -254,8 +254,8 @@ class GridPlan:
     """The checked arguments of a grid.
 
     cases: the prompts · rows: the grid's rows
-    source: source of the values written into a cell, by default the other prompt's run · mixing: how they are mixed in
-        with old values
+    source: source of the values written into a cell, by default the other prompt's run · mixing: their weight against
+        the old values, and the columns they apply to
     repeats: number of unpatched runs of each case's corrupt prompt
     seed: seed for intervals and tests over prompts · seeds: all seeds that the result records, if more
     settings: further arguments that determine the values, as plain data · extra: further fields of the result
@@ -412,7 +412,7 @@ class GridPlan:
         return self._row_bytes * max(len(self.cases[number].clean.ids), len(self.cases[number].corrupt.ids))
 
     def before(self, number: int, repeat: int) -> tuple[Op, ...]:
-        """Return the edits that all runs of one repeat of a case's corrupt prompt share."""
+        """Return the edits shared by all runs of one repeat of a case's corrupt prompt."""
         return ()
 
     @functools.cached_property
@@ -764,7 +764,7 @@ class Filled(NamedTuple):
 
 
 class Finished:
-    """Collects the values of `count` places, and reports a place's mean once all its `parts` values have arrived."""
+    """Collects the values of `count` places, and reports a place's mean once all of its `parts` values have arrived."""
 
     def __init__(self, count: int, parts: int, tell: Callable[[list[int], np.ndarray], None] | None) -> None:
         self._sum, self._left, self._parts, self._tell = np.zeros(count), np.full(count, parts), parts, tell
@@ -821,7 +821,7 @@ class Zoom:
 
     @property
     def most(self) -> int:
-        """An upper bound on the number of places patched in each pair."""
+        """An upper bound on the number of places patched in each unit."""
         return len(self.first) + 4 * self.keep * LEVELS
 
 
@@ -839,7 +839,7 @@ Patch = Callable[[Sequence[_Span], bool], Filled]
 
 
 def zoom_in(zoom: Zoom, patch: Patch, baseline: float) -> tuple[list[tuple[int, int]], Filled, list[Block]]:
-    """Return the patched single cells (row, column), their values [N, C], and the larger blocks before them."""
+    """Return the patched single cells (row, column), their values [N, C], and the larger blocks patched first."""
     singles: list[tuple[int, int]] = []
     values: list[np.ndarray] = []
     blocks: list[Block] = []

@@ -1,7 +1,7 @@
-"""Head scores: which heads attend to the previous token, to an earlier copy of a token, or to the token after it?
+"""Head scores: which heads attend to the previous token, an earlier copy of the token, or the token after that copy?
 
-A repeated block of random tokens has no other structure. An induction head attends from a token's second copy to the
-token after the first copy: it predicts that the sequence repeats.
+A repeated block of random tokens has no structure except the repetition. An induction head attends from a token's
+second copy to the token after the first copy: it predicts that the sequence repeats.
 
 Source: Olsson et al. 2022 (arXiv:2209.11895), and TransformerLens, whose scores are these means over a diagonal of the
 pattern; duplicate-token heads: Wang et al. 2022 (arXiv:2211.00593).
@@ -71,7 +71,7 @@ class HeadScoresResult(StudyResult, frozen=True, eq=False, kw_only=True):
         ])  # fmt: skip
 
     def picture(self) -> TokenGrid:
-        """Return plot data: a panel of layers and heads for each score, and a table of the largest."""
+        """Return plot data: a layers × heads panel for each score, and a table of the largest scores."""
         best = [(kind.replace("_", " "), one.head, style.number(one.value))
                 for kind in KINDS for one in self.best(kind, BEST)]  # fmt: skip
         return TokenGrid(

@@ -110,7 +110,7 @@ class Words(msgspec.Struct, frozen=True):
 
 
 def words_of(lm: LM, prompt: Any, path: str) -> Words:
-    """Read a prompt of text or token ids."""
+    """Read a prompt, given as text or token ids."""
     try:
         read = _plain(lm, prompt)
     except (ProgramError, TokensError) as error:
@@ -251,7 +251,7 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
 
 
 def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
-    """Merge the columns of several pairs into the grid's; labels that differ are replaced by the token's position.
+    """Merge several pairs' columns into the grid's columns. A label that differs between pairs becomes the position.
 
     Raises: `TokensError` if pairs have different numbers of columns.
     """
@@ -381,7 +381,7 @@ def layers_in(rows: Sequence[Row]) -> tuple[int, ...]:
 
 
 def one_each(values: Any, count: int, name: str) -> list[Any]:
-    """Return one value for each of `count` prompts, from a list or a shared value."""
+    """Return one value for each of `count` prompts, given a list or a shared value."""
     listed = isinstance(values, (list, tuple))
     if listed and count > 1 and len(values) != count:
         raise ProgramError(f"expected one value, or one for each of {count} prompts, got {len(values)}", name)
@@ -501,7 +501,7 @@ def check_whole(value: Any, path: str, least: int = 0, most: float = 2**53) -> i
 
 
 def as_sites(sites: Any, path: str) -> list[Any]:
-    """Read one site or several as a list. Raises `ProgramError` for anything else."""
+    """Return one or several sites as a list. Raises `ProgramError` for anything else."""
     if not (items := [sites] if isinstance(sites, (str, Site, At, Op)) else as_items(sites, path)):
         raise ProgramError("expected at least one site, got none", path)
     return items
@@ -518,7 +518,7 @@ def as_texts(texts: Any, path: str) -> list[str]:
 
 
 def as_feature_numbers(ids: Any, path: str) -> list[int]:
-    """Check distinct feature ids of an SAE."""
+    """Check a list of distinct SAE feature ids."""
     numbers = [check_whole(one, f"{path}[{i}]") for i, one in enumerate(as_items(ids, path))]
     if len(set(numbers)) < len(numbers):
         raise ProgramError(f"expected distinct features, got {numbers}", path)
@@ -593,7 +593,7 @@ def _range(layers: slice | Range) -> Range:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function whose parameters are annotated like study fields; its arguments are read and checked before it
+    """Wrap a function whose parameters are annotated like study fields; its arguments are parsed and checked before it
     starts. Raises `ProgramError` for a missing, unknown or surplus argument, and for an invalid value."""
     kinds = {name: one.kind for name, one in inspect.signature(function).parameters.items()}
     others = inspect.Parameter.VAR_KEYWORD in kinds.values()
@@ -611,7 +611,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def numbers_of(layers: Any, path: str = "layers") -> list[int]:
-    """Read one layer or several as a list. Raises `ProgramError` for anything else."""
+    """Return one or several layers as a list. Raises `ProgramError` for anything else."""
     layers = as_plain(layers, path)
     several = as_items(layers, path) if isinstance(layers, Iterable) else [layers]
     for layer in several:

@@ -77,7 +77,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def auroc(scores_N: np.ndarray, positive_N: np.ndarray) -> float:
-    """Return the fraction of (positive, negative) row pairs with the higher score on the positive; ties count half."""
+    """Return the fraction of (positive, negative) row pairs whose positive row scores higher; ties count half."""
     _, inverse, counts = np.unique(scores_N, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     positive = int(positive_N.sum())

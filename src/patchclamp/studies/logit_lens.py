@@ -58,7 +58,7 @@ class Guess(PublicStruct, frozen=True):
 class LogitLensResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`top_ids`, `top_probs` [L, P, K]: the likeliest tokens, best first. `ranks`, `logprobs` [L, P, C]: the chosen
     tokens' ranks (0: the likeliest) and log-probabilities. `kl` [L, P]: Σ p · log(p / q) in nats, with p the final
-    layer's distribution by the model's readout, q the layer's by the lens. `entropy` [L, P]: entropy of q, in nats.
+    layer's distribution, and q this layer's distribution through the lens. `entropy` [L, P]: entropy of q, in nats.
 
     lens: description of the lens · readout, about: kind of readout, and its description
     positions: prompt position of each column · texts: every token in the result, by id
@@ -303,7 +303,7 @@ logit_lens: Callable[..., LogitLensResult] = LogitLens.short_form("logit_lens")
 
 
 def _translated_layers(lm: LM, at: Site, layers: Any, translators: Any) -> tuple[list[int], dict[int, Translator]]:
-    """Return the layers to read, by default those with a translator, and their translators, if any."""
+    """Return the layers to read (by default all layers, or all with a translator), and their translators by layer."""
     if translators is None:
         return inputs.layers_of(lm, at.name, layers), {}
     chosen = None if layers is None else tuple(inputs.layers_of(lm, at.name, layers))

@@ -10,7 +10,7 @@ A metric is one number, computed from the log-probabilities of an answer and a f
 Use `Metric` to define your own.
 
 For an answer of n tokens, log p is the sum of log p(answer[i] | prompt + answer[:i]) over n runs. The edits select
-positions of the prompt, so they act the same in each run. A run grades all tokens requested after the same prefix.
+positions of the prompt, so they are the same in every run. A run grades all tokens requested after the same prefix.
 Source: logit difference and its normalisation, Wang et al. 2022 (arXiv:2211.00593), section 3; probability, Meng et al.
 2022 (arXiv:2202.05262), section 2; on the choice of metric, Zhang and Nanda 2023 (arXiv:2309.16042).
 
@@ -49,7 +49,7 @@ ALONE = ("logprob", "prob")  # metrics of the answer without a foil
 class Logprobs(PublicStruct, frozen=True):
     """The log-probabilities of one run, for a `Metric`.
 
-    answer, foil: log-probabilities of answer and foil, summed over their tokens; `foil` is NaN without a foil
+    answer, foil: log-probabilities of answer and foil, each summed over its tokens; `foil` is NaN without a foil
     tokens: the metric's own tokens, by text and by id · top: the likeliest next tokens, by id, likeliest first
     """
 
@@ -102,7 +102,7 @@ class Metric(PublicStruct, frozen=True):
         return Metric(metric.function, tuple(tokens), metric.top, name)
 
     def value(self, logprobs: Logprobs) -> float:
-        """Call the function. Raises `ProgramError` if it fails, or returns no finite number."""
+        """Call the function. Raises `ProgramError` if it fails or does not return a finite number."""
         try:
             value = float(self.function(logprobs))
         except PatchclampError:
@@ -201,7 +201,7 @@ class Graded(msgspec.Struct, frozen=True):
 def grade(
     metric: str | Metric, answer: Sequence[int], foil: Sequence[int] | None, tokens: Mapping[str | int, int] = {}
 ) -> Graded:
-    """Combine a metric with its tokens, and check them. `tokens`: a custom metric's own, by text and by id."""
+    """Combine a metric with its tokens, and check them. `tokens`: a custom metric's tokens, by text and by id."""
     if isinstance(metric, Metric):
         return Graded(metric.name, tuple(answer), None if foil is None else tuple(foil), metric, dict(tokens))
     if metric not in METRICS:
@@ -250,7 +250,7 @@ def bare_ids(lm: LM, text: str, path: str) -> list[int]:
 
 
 def single_token(lm: LM, answer: Any, path: str) -> int:
-    """Return the token id of a one-token answer. Raises: as `answer_tokens`, and `TokensError` for several tokens."""
+    """Return the token id of a one-token answer. Raises as `answer_tokens` does, and for several tokens."""
     ids = answer_tokens(lm, answer, path)
     if len(ids) != 1:
         tokens = lm.tokenizer.token_strings(list(ids))
@@ -311,7 +311,7 @@ def _interval(values_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndar
 
 
 def _p_values(effects_NC: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return (p, p_family): fractions of sign flips (and of no flip) whose statistic is at least the observed."""
+    """Return (p, p_family): fractions of sign flips, including none, whose statistic is at least the observed one."""
     size = np.sqrt((effects_NC**2).sum(0))
     unit_NC = np.divide(effects_NC, size, out=np.zeros_like(effects_NC), where=size > 0)
     observed = np.abs(unit_NC.sum(0)) - 1e-12  # sums of equal terms in another order

@@ -53,9 +53,9 @@ class SiteParity(msgspec.Struct, frozen=True):
 
 class Parity(msgspec.Struct, frozen=True):
     """The result of a comparison. `engines`: names with versions, the examined one first; `positions`: the number
-    compared; `equal_tokens`: equal and all generated tokens; `only`: sites of a shared table that one engine lacks;
-    `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the largest row difference by
-    place; `logprobs`: the largest difference among tokens on which both agree."""
+    compared; `equal_tokens`: numbers of equal and of all generated tokens; `only`: sites of a shared table that one
+    engine lacks; `left_out`: sites in only one of two different tables, which is not an error; `gaps`: the largest row
+    difference by place; `logprobs`: the largest difference among the equal tokens."""
 
     model: str
     family: str
@@ -166,7 +166,7 @@ def parity(
     steps too, as long as both engines choose the same token. `options` go to each engine that has an option of that
     name; an unknown option is an error. `tell` receives progress messages.
 
-    Raises: `ProgramError` for a dtype without bounds or no prompts, and any error of starting an engine.
+    Raises: `ProgramError` if the dtype has no bounds or there is no prompt, and any error from starting an engine.
     """
     bounds = _bounds(dtype, tolerance)
     prompts = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_items(prompts, "prompts"))]
@@ -277,8 +277,8 @@ def _edit(lm: LM, name: str, kept: _ObservedPrompt) -> tuple[str, np.ndarray]:
 
 
 def _moves(lm: LM, prompt: list[int], edits: Edits) -> tuple[dict[str, np.ndarray], float]:
-    """Return each edit's change of the next token's logits [V], at the prompt's last token, and the largest change
-    without an edit; all in one batch."""
+    """Return the change [V] in the next token's logits caused by each edit of the prompt's last token, and the largest
+    change without an edit. All runs are in one batch."""
     here = {name: edit for name, edit in edits.items() if name in lm.sites.names}
     programs = [[], *([pc.Add(vector, at=place, tokens=pc.prompt[-1])] for place, vector in here.values()), []]
     at = pc.logits @ pc.prompt[-1]

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
     """`texts` [S][G]: the target prompt's continuations. `top_ids`, `top_probs` [S, G, K]: their likeliest first
     tokens, best first; `logprobs` [S, G, C]: the chosen tokens' log-probabilities as the first token. `moved` [S, G]:
-    KL divergence, in nats, of the first token from the unpatched target prompt, whose continuation is `plain_text`.
-    `scales` [S, G]: factors on the activation, 1 unless it was norm-matched.
+    KL divergence, in nats, of the first token's distribution from the unpatched target prompt's, whose continuation is
+    `plain_text`. `scales` [S, G]: factors on the activation, 1 unless it was norm-matched.
 
     target_layers: the G layers; empty, with G = 1, if each activation was patched into the layer it came from
     texts_of: every token in the result, by id

@@ -1,9 +1,9 @@
-"""Path patching: which heads does a head act on, and does it act on the answer directly?
+"""Path patching: which heads does a head affect, and does it affect the answer directly?
 
 Activation patching shows the effect of a head along all paths. Path patching isolates one. The sender (a head, or any
 part of a row) gets its value from the other prompt, and everything between it and the receivers (inputs of later heads,
 or the logits) is frozen to the unpatched run. The receivers' inputs from that run are then patched into the unpatched
-run. The resulting change passed directly from the sender to the receiver.
+run. The resulting change is the sender's direct effect on the receiver.
 
     run 1  unpatched; everything between is captured
     run 2  sender patched, everything between frozen to run 1; the receivers' inputs are captured
@@ -202,8 +202,8 @@ class _PathWriter(CellWriter):
         return [[Replace(From(self._sent[r], at, whole), at=at, tokens=whole) for at in receiver.sites]]
 
     def _sending(self, row: Row, read: tuple[int, ...], write: tuple[int, ...]) -> list[Op]:
-        """Return the edits of run 2: the sender gets its value from the other prompt, everything downstream is frozen
-        to the unpatched run. In the sender's own layer, the MLP is downstream of attention.
+        """Return the edits of run 2: the sender gets its value from the other prompt, and everything downstream is
+        frozen to the unpatched run. In the sender's own layer, the MLP is downstream of attention.
         """
         assert row.layer is not None
         edits: list[Op] = [Replace(From(self._source, at, every[read]), at=at, tokens=every[write]) for at in row.sites]

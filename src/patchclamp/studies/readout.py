@@ -97,7 +97,7 @@ def relative_gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def tolerance(dtype: str) -> float:
-    """Return the allowed `relative_gap` between our fp32 results and a model's in its own dtype."""
+    """Return the allowed `relative_gap` between our fp32 results and a model's results in this dtype."""
     return {"float32": 1e-3, "float16": 2e-2}.get(dtype, 5e-2)
 
 
@@ -209,7 +209,7 @@ class FromWeights:
 
 
 class FromEngine:
-    """A readout by the engine: each row replaces the final stream of a one-token run. Same API as `FromWeights`."""
+    """A readout by the engine: each row replaces the final stream of a one-token run. It has `FromWeights`'s API."""
 
     way: Way = "engine"
 
@@ -305,7 +305,7 @@ class OutputProjection(msgspec.Struct, frozen=True, eq=False):
 def proved_projection(
     lm: LM, word: Word, layer: int, rows_NW: torch.Tensor, written_ND: torch.Tensor
 ) -> OutputProjection:
-    """Return a layer's output projection, verified to map the live model's rows at a site to its output.
+    """Return a layer's output projection, verified to map the live model's rows at a site to the layer's output.
 
     Raises: `ModelError` if the layer has another form.
     """

@@ -108,8 +108,8 @@ class Space(PublicStruct, frozen=True):
         msgspec.structs.force_setattr(self, "parameters", read)
 
     def made(self, settings: Mapping[str, Any]) -> Program:
-        """Return the program for `settings`, given as values, or as a result describes them. Raises `ProgramError` if
-        the function fails or returns no program, or a description is ambiguous."""
+        """Return the program for `settings`: values, or their descriptions from a result. Raises `ProgramError` if the
+        function fails or returns no program, or a description is ambiguous."""
         chosen = {name: self._choice(name, value) for name, value in settings.items()}
         try:
             program = read_program(self.program(**chosen), "program")
@@ -136,7 +136,7 @@ class Space(PublicStruct, frozen=True):
 class Measured(NamedTuple):
     """A set of programs that are measured together.
 
-    batch: requests submitted at a time · advance: called with a number of finished runs, P per program
+    batch: requests per batch · advance: called with a number of finished runs, P per program
     errors: by index of the failed program
     """
 
@@ -185,7 +185,7 @@ class Objective(PublicStruct, frozen=True, kw_only=True):
 
 class AnswerScore(Objective, frozen=True, kw_only=True):
     """A metric of an answer, `logit_diff`, `logprob`, `prob` or your own (`Metric`), as in the sweeps. Answers and
-    foils may be lists with one per prompt."""
+    foils may be lists with one item per prompt."""
 
     answer: Any
     foil: Any = None
@@ -307,7 +307,7 @@ class SearchResult(StudyResult, frozen=True, eq=False, kw_only=True):
     @property
     def front(self) -> list[int]:
         """Indices of the trials on the Pareto front: no other trial is at least as good in every objective and better
-        in at least one. Of equal trials only the first is included. Ordered by the first objective, best first."""
+        in at least one. Of trials with equal values, only the first is included. Best first, by the first objective."""
         costs_NO = self.values * np.where([goal == "minimize" for goal in self.goals], 1.0, -1.0)
         order = [i for i in np.lexsort(costs_NO.T[::-1]).tolist() if np.isfinite(costs_NO[i]).all()]
         kept: list[int] = []
@@ -516,7 +516,7 @@ class OptunaSampler:
 
 
 class _Trial(msgspec.Struct, frozen=True):
-    """The record of a trial: settings and program (`content_of`), to be reproduced on resume; values; error."""
+    """A trial's record: settings and program (`content_of`), which a resumed search must repeat, values and error."""
 
     settings: str
     program: str

@@ -1,5 +1,5 @@
-"""Sources of the values that a sweep writes into a cell: a row of another run, zeros, a vector of the bank, a mean over
-prompts, or a row of a randomly drawn prompt.
+"""Sources of the values that a sweep writes into a cell: a row of another run, zeros, a vector from the bank, a mean
+over prompts, or a row of a randomly drawn prompt.
 
 D width of the patched row · T positions of a prompt
 """
@@ -214,7 +214,7 @@ class CellWriter:
 
 
 def cells_of_grid(lm: LM, writer: CellWriter, rows: Sequence[Row], sides: Sequence[Sides]) -> CellRecords | None:
-    """Return the cells at `rows` and `sides` [N] as arrays; None if their edits must be bound one by one."""
+    """Return the cells at `rows` and `sides` (N of each) as arrays; None if their edits must be bound one by one."""
     row_of, side_of = {row: i for i, row in enumerate(dict.fromkeys(rows))}, dict[Sides, int]()
     parts = []
     for row in row_of:

@@ -6,17 +6,17 @@ negative class's mean to the positive class's, as measured along the direction. 
 for all three methods.
 
 A behaviour is defined by a continuation that shows it, and optionally one that does not. Its score is the
-log-probability of the first, minus that of the second (`studies.teacher_forcing`); for one token each, this is their
-logit difference. The strength curve shows the score as the vector is added with growing scale.
+log-probability of the first minus the log-probability of the second (`studies.teacher_forcing`); for one token each,
+this is their logit difference. The strength curve shows the score as the vector is added with growing scale.
 
 In the last layers a vector merely writes to the unembedding, and any layer's vector can break the text. So the chosen
 layer is the earliest whose effect is within 10 % of the largest, excluding the last layers, and whose generated texts
 stay likely for the unsteered model.
 
-Control vectors are exchanged with llama.cpp and repeng as GGUF of the architecture `controlvector`, tensors
+Control vectors are exchanged with llama.cpp and repeng as GGUF files of the architecture `controlvector`, with tensors
 `direction.N`. llama.cpp adds `direction.N` to the stream after its layer N, counted from 0, and so does repeng with
-`directions[N]`: this is `resid_post[N]`. (llama.cpp's tools begin with `direction.1`, the second layer. It cannot
-represent a direction of layer 0, and refuses a file that has one.)
+`directions[N]`: this is `resid_post[N]`. (llama.cpp's tools begin with `direction.1`, the second layer. llama.cpp
+cannot represent a direction of layer 0, and refuses a file that has one.)
 
 Source: contrastive activation addition, Rimsky et al. 2023 (arXiv:2312.06681), section 4 for behaviour by multiplier;
 representation engineering, Zou et al. 2023 (arXiv:2310.01405); propensity as a logit difference, Tan et al. 2024
@@ -80,7 +80,7 @@ def check_method(method: str, positive: int, negative: int) -> None:
 def direction(method: str, positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
     """Return the direction [D], fp64, from `method`.
 
-    Raises: as `check_method`, and `ProgramError` if the classes have the same mean along the direction.
+    Raises: the errors of `check_method`, and `ProgramError` if the classes have the same mean along the direction.
     """
     check_method(method, len(positive_nD), len(negative_mD))
     positive_nD, negative_mD = np.asarray(positive_nD, np.float64), np.asarray(negative_mD, np.float64)
@@ -110,8 +110,8 @@ def pca(positive_nD: np.ndarray, negative_nD: np.ndarray) -> np.ndarray:
 
 
 def probe(positive_nD: np.ndarray, negative_mD: np.ndarray) -> np.ndarray:
-    """Return the weights w of logistic regression with a ridge, which minimise Σ log(1 + exp(−y (w · x + b))) + ½ ridge
-    |w|², where x are centred rows, scaled to a root mean square of 1, and y is 1 or −1.
+    """Return the weights w of ridge-regularised logistic regression, which minimise Σ log(1 + exp(−y (w · x + b))) + ½
+    ridge |w|², where x are centred rows, scaled to a root mean square of 1, and y is 1 or −1.
 
     Source: Hastie, Tibshirani and Friedman, The Elements of Statistical Learning, 4.4.1 and 18.3.5.
     """
@@ -231,11 +231,11 @@ class PromptSet(msgspec.Struct, frozen=True):
 
 
 class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`vectors` [L, W] fp32, one for each of `layers`, at `site`. Scale 1 moves the mean of the negative prompts to
-    that of the positive ones, along the direction.
+    """`vectors` [L, W] fp32, one for each of `layers`, at `site`. Scale 1 moves the negative prompts' mean to the
+    positive prompts' mean, along the direction.
 
     method: "mean", "pca", "probe" or "imported" · tokens: the selection, as text, whose rows were averaged
-    accuracy, separation [L]: the `Check` on held-out prompts, NaN if there were none
+    accuracy, separation [L]: the `Check` on held-out prompts, NaN without any
     effect [L]: change of a behaviour's score on the held-out negative prompts when the layer's vector is added once
         (`strength_curve`), in nats; NaN without a behaviour
     fluency [L]: mean log-probability per token, under the unsteered model, of texts generated with the vector, minus
@@ -308,7 +308,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
     def to_gguf(self, path: str | Path, *, layers: Iterable[int] | int | None = None) -> Path:
         """Write a control vector for llama.cpp and repeng. By default it has every layer but 0, which the format lacks.
         llama.cpp's `--control-vector-scaled FILE:2` with `--control-vector-layer-range 12 12` is the same as
-        `edits(2.0, layers=12)`. Raises: as `directions` and `write`."""
+        `edits(2.0, layers=12)`. Raises: the errors of `directions` and `write`."""
         directions = self.directions(layers)
         if layers is None and len(directions) > 1:
             directions.pop(0, None)
@@ -316,7 +316,7 @@ class SteeringVectors(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> SteeringVectors:
-        """Read a control vector of llama.cpp or repeng. Raises: as `read`."""
+        """Read a control vector of llama.cpp or repeng. Raises: the errors of `read`."""
         directions, hint = read(path)
         return cls.from_directions(directions, hint)
 
@@ -617,8 +617,8 @@ def _site(lm: LM, site: str | Site) -> Site:
 
 
 def _held_out(positive: int, negative: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices of each class's held-out prompts, identical for pairs. Unless `share` is 0, each class has at
-    least one held-out and one training prompt."""
+    """Return indices of each class's held-out prompts; pairs are held out together. Unless `share` is 0, each class has
+    at least one held-out and one training prompt."""
     if not 0 <= (share := inputs.as_float(share, "held_out")) < 1:
         raise ProgramError(f"expected a fraction in [0, 1), got {share!r}", "held_out")
     counts = [round(share * n) for n in (positive, negative)]
@@ -673,7 +673,7 @@ class StrengthCurveResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
     logprobs [P, S]: log-probability of all of `answers[p]`, in nats, with the vector times `scales[s]`
     foil_logprobs [P, S]: the same for `foils[p]`; NaN without foils
-    vectors: the vectors, in words · layers, tokens: where they were added
+    vectors: description of the vectors · layers, tokens: where they were added
     """
 
     prompts: tuple[str, ...]

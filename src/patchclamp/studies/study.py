@@ -1,4 +1,4 @@
-"""The base of every study: its configuration, its result, runs in batches, and the journal from which it resumes."""
+"""The base of every study: its configuration, its result, runs in batches, and the journal it resumes from."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Show = bool | Reporter | None  # show a bar, or lines where there is no terminal
 
 @contextmanager
 def progress(what: str, total: int, show: Show, unit: str = "cells") -> Iterator[Callable[[int], None]]:
-    """Show a bar (without a terminal, a line every 30 s) unless `show` is False. Yield a function that advances it."""
+    """Show a progress bar, or lines without a terminal, unless `show` is False. Yield a function that advances it."""
     if isinstance(show, Reporter):
         show.begin(what, total)
         yield show.advance
@@ -359,7 +359,7 @@ def as_lm(lm: Any, path: str) -> LM:
 
 
 def fields_of(function: Callable[..., Any], chosen: Callable[[Any], bool]) -> dict[str, StudyField]:
-    """Return the parameters of a function whose kind is `chosen`, by name."""
+    """Return a function's parameters whose kind satisfies `chosen`, by name."""
     types, given = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
     return {name: StudyField(name, types[name], REQUIRED if one.default is one.empty else one.default, "")
             for name, one in given.items() if chosen(one.kind)}  # fmt: skip
@@ -423,8 +423,8 @@ class Study:
     def run(self, lm: LM, **how: Any) -> Any:
         """Run the study on a model, and return its result.
 
-        resume: a file to which values are appended as they are computed, and from which an interrupted run of the same
-            study continues · batch: runs submitted at a time · show_progress: a progress bar; by default on a terminal
+        resume: a file that values are appended to as they are computed, so that an interrupted run of the same study
+            can continue · batch: runs per batch · show_progress: a progress bar; by default on a terminal
         """
         if lm is not None or self.needs_lm():
             as_lm(lm, "lm")
@@ -510,7 +510,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 
 def plain_data(value: Any) -> Any:
-    """Return a value as plain JSON data; arrays become their shape and a content hash, bytes a hash."""
+    """Return a value as plain JSON data. Arrays become their shape and a content hash; bytes become a hash."""
     if "float" in str(getattr(value, "dtype", "")) and hasattr(value, "shape"):
         numbers = as_array(value)
         return {"shape": list(numbers.shape), "sha256": hashlib.sha256(numbers.tobytes()).hexdigest()}

@@ -92,12 +92,12 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
     effect: [R, P], `values` minus the unpatched run's metric; None before the sweep has finished
     low, high: [R, P], the ends of the 95 % confidence interval of `values`: percentile bootstrap over pairs; None for
         one pair
-    effect_low, effect_high: the same for `effect`, from differences within each pair; 0 is outside for a clear effect
-    p, p_family: [R, P], p-values of the effect from sign flips over pairs, for a cell and corrected for all cells
+    effect_low, effect_high: the same for `effect`, from differences within each pair; excludes 0 for a clear effect
+    p, p_family: [R, P], p-values of the effect from sign flips over pairs: uncorrected, and corrected for all cells
     blocks: the blocks patched before the grid's cells, if the sweep zoomed in
-    source: the values written into the cells and how they were mixed in, in words; empty in results of older versions
+    source: description of the values written into the cells and of their mixing; empty in results of older versions
     question: everything that determines the values, as JSON; `asked` reads it
-    computed: how much of each run was computed, in words, on engines that can skip what edits cannot change
+    computed: description of how much of each run was computed, on engines that skip parts that edits cannot change
     """
 
     metric: str
@@ -157,7 +157,7 @@ class Sweep(StudyResult, frozen=True, eq=False, kw_only=True):
 
     @property
     def goal(self) -> float | None:
-        """The metric of the other prompt, towards which patches move it; None without one."""
+        """The other prompt's metric, which patches should approach; None without another prompt."""
         return self.clean if self.patched == "corrupt" else self.corrupt
 
     # -- shorthands for the provenance and the first pair
@@ -356,7 +356,7 @@ OVER_SEEDS = (("95 % interval over seeds from", "low"), ("to", "high"), *EFFECT)
 
 
 def _by_site(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
-    """Return a panel for each site, or part of a site, with the sweep's columns on the horizontal axis."""
+    """Return a panel for each site or part of a site, the sweep's columns for the horizontal axis, and its label."""
 
     def panel(s: int, name: str) -> Panel:
         layers = (None,) if name in SITES and not SPECS[name].layered else sweep.layers
@@ -381,7 +381,7 @@ def _cut(
 
 
 def _by_part(sweep: Sweep) -> tuple[tuple[Panel, ...], tuple[HeatmapColumn, ...], str]:
-    """Return a panel for each site and column of the sweep, with the site's parts on the horizontal axis."""
+    """Return a panel for each site and column of the sweep, the sites' parts for the horizontal axis, and its label."""
     parts = tuple(dict.fromkeys(row.index for row in sweep.rows))
     names = tuple(dict.fromkeys(row.site for row in sweep.rows))
     number = {panel: s for s, panel in enumerate(sweep.sites)}

@@ -48,7 +48,7 @@ def forced_logprobs(
     advance: Callable[[int], None] = lambda done: None,
     journal: Journal | None = None,
 ) -> list[np.ndarray]:
-    """Return the log-probability of each token of each item's continuation, given those before it: fp64 [n] per item.
+    """Return the log-probability of each continuation token, given the tokens before it: fp64 [n] per item.
 
     `advance` is called with counts of newly finished items. Items in `journal` are not recomputed; others are appended
     in groups that take about `grade.BATCH_S`.

@@ -1,4 +1,4 @@
-"""The contexts of a data set in which a feature of a sparse autoencoder is largest.
+"""The contexts of a data set where a feature of a sparse autoencoder is largest.
 
 Contexts are read from a harvest of features, which the study makes unless one is given. Running the study again with
 other `features` reuses the harvest.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class FeatureContext(PublicStruct, frozen=True):
-    """A token at which a feature is large, with the tokens around it and the feature's value at each; `at` is the
+    """A token where a feature is large, with the tokens around it and the feature's value at each of them; `at` is the
     token's index in `tokens`, and `position` its position in the document."""
 
     feature: int
@@ -42,7 +42,7 @@ class FeatureContext(PublicStruct, frozen=True):
 
 
 class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
-    """`contexts`: each feature's contexts, largest values first. `density` [features]: the fraction of tokens at which
+    """`contexts`: each feature's contexts, largest values first. `density` [features]: the fraction of tokens where
     each of the chosen `features` was kept. `folder`: the harvest, which has the features of all tokens under `name`."""
 
     folder: str
@@ -100,7 +100,7 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
 
 
 class TopContexts(Study):
-    """Show the contexts of a data set in which the chosen features are largest, from a given or a new harvest.
+    """Show the contexts of a data set where the chosen features are largest, from a given or a new harvest.
 
     Raises: `ProgramError` and `TokensError` for wrong arguments and documents, and the error of any run.
     """

@@ -305,7 +305,7 @@ class Harvest(Study):
 
         At most two parts are in memory: one is read while the next is computed, and the engine waits for a slow reader.
         Each iteration runs the documents again; ending it early cancels its requests. A document's error is raised
-        after the parts before its own.
+        after all earlier parts have been read.
 
         batch_rows: rows in a batch; the last one may have fewer
         index: batches are dicts that also have document, position, token and the columns of `keep`
@@ -485,13 +485,13 @@ def _stored(columns: dict[str, list[Any]]) -> bytes:
 
 
 def _is_sealed(place: Path, manifest: Manifest, number: int) -> bool:
-    """True if all of a part's shards exist, and the folder in which it was filled is gone."""
+    """True if all of a part's shards exist, and the folder where it was filled is gone."""
     shards = manifest.shards_of(number)
     return all((place / name).exists() for name in shards) and not open_folder(place, number).exists()
 
 
 def _check_room(place: Path, manifest: Manifest, unsealed: list[int]) -> None:
-    """Raise `CapacityError` if the disk has too little space, or the limit of open files is too low."""
+    """Raise `CapacityError` if the disk has too little space, or the open-file limit is too low."""
     recipe = manifest.recipe
     needs, size = 0, recipe.shard_rows
     for number in unsealed:
@@ -602,7 +602,7 @@ class _HarvestJob:
         return f"document {int(self._plan.tokens.document_of(first))}"
 
     def _fetch(self, part: OpenPart, runs: list[Run], prompts: list[int]) -> list[dict[str, Any]]:
-        """Return every run's rows by site, and read its features. Raises the error of the document whose rows
+        """Return every run's rows by site, and read its features. Raises `NotFinite` for the document whose rows
         overflow."""
         sites = [one.site.name for one in self._reductions]
 

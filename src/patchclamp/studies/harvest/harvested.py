@@ -58,7 +58,7 @@ class Harvested:
     """A data set written by `harvest`, complete or partial.
 
     folder: the data set's folder, or a folder with one data set in it
-    interleave: read rows of several parts as one shuffle (`order`); False reads part after part, each shuffled
+    interleave: read rows of several parts as one shuffle (`order`); False reads one part after another, each shuffled
         separately
     manifest: the recipe, and the sizes of the complete data set
     shards: the names of the shards that exist, in order; missing: the names of the other shards
@@ -141,7 +141,7 @@ class Harvested:
         return file.mapped()
 
     def blocks(self, site: str | None = None, size: int = 4096) -> Iterator[np.ndarray]:
-        """Yield a site's rows in order, float32 [up to `size`, D] at a time. Rows were shuffled when written, and parts
+        """Yield a site's rows in order, in float32 blocks [up to `size`, D]. Rows were shuffled when written, and parts
         are interleaved (`order`), so the files are read sequentially."""
         name = self._site(site).name
         for piece in self.order.read(self.columns([name]), most=size):
@@ -183,7 +183,7 @@ class Harvested:
 
     @functools.cached_property
     def _kept(self) -> Any:
-        """A `pyarrow.Table` of the kept columns, one row per document; None without any."""
+        """A `pyarrow.Table` of the kept columns, one row per document; None without kept columns."""
         path = self.folder / COLUMNS
         return needed("pyarrow.parquet").read_table(path) if path.exists() else None
 
@@ -208,7 +208,7 @@ class Harvested:
             write_whole(self.folder / STATISTICS, encode_statistics(self.statistics()))
 
     def allow_files(self, sites: Sequence[str], shards: int | None = None) -> None:
-        """Raise the limit of open files for this many shards at `sites`, by default as many as `order` opens."""
+        """Raise the open-file limit to allow this many shards at `sites`, by default as many as `order` opens."""
         shards = (0 if self.order.is_stored else self.order.most_open) if shards is None else shards
         allow_files(shards * len(sites), READING)
 
@@ -292,7 +292,7 @@ def with_kept(index: Any, kept: Any) -> Any:
 
 
 def index_arrays(index: Any, kept: Any, sums: bool) -> dict[str, np.ndarray]:
-    """Return an index's columns as arrays: numeric if every row of the data set has a number, otherwise of objects."""
+    """Return an index's columns as arrays: numeric if every row of the data set has a number, otherwise objects."""
     types = needed("pyarrow").types
 
     def is_numeric(name: str) -> bool:

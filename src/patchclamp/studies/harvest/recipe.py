@@ -314,7 +314,7 @@ class ReadingOrder:
 
     @property
     def most_open(self) -> int:
-        """The number of shards open at a time: one per part, and a few more."""
+        """The number of shards open at once: one per part, and a few more."""
         return len(self._first) - 1 + MORE_SHARDS
 
     @functools.cached_property
@@ -351,7 +351,7 @@ class ReadingOrder:
         return np.concatenate([np.zeros(0, np.int64), *map(self.block, range(-(-len(self) // BLOCK)))])
 
     def place(self, number: int, block: Callable[[int], np.ndarray]) -> tuple[int, int]:
-        """Return the shard of row `number` in reading order, and its index in the shard. `block`: cached
+        """Return the shard of row `number` in reading order, and the row's index in that shard. `block`: cached
         `self.block`."""
         row = int(block(number // BLOCK)[number % BLOCK])
         shard = int(np.searchsorted(self._ends, row, side="right")) - 1
@@ -360,7 +360,7 @@ class ReadingOrder:
     def read(
         self, columns: Columns, begin: int = 0, end: int | None = None, most: int = BLOCK
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yield rows `begin` to `end` of the reading order, at most `most` at a time, by column."""
+        """Yield rows `begin` to `end` of the reading order, in chunks of at most `most` rows, by column."""
         end = len(self) if end is None else end
         opened = functools.lru_cache(self.most_open)(columns)
         for number in range(begin // BLOCK, -(-end // BLOCK)):
@@ -488,7 +488,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def row_bytes(self) -> int:
-        """The bytes written for a row while a part is being filled."""
+        """The number of bytes written per row while a part is being filled."""
         return sum(site.width * ARRAYS[self.dtype_of(site)].itemsize for site in self.written)
 
     @property
@@ -664,7 +664,7 @@ class HarvestPlan(msgspec.Struct, frozen=True, eq=False):
         return HarvestPart(number, prompts, np.append(first[prompts], len(rows)), places, rows[row_at])
 
     def tokens_to_run(self, parts: Sequence[int]) -> int:
-        """Return the number of tokens in all prompts of these parts that have kept rows."""
+        """Return the total token count of these parts' prompts, counting only prompts with kept rows."""
         rows = np.diff(np.append(0, np.cumsum(self.kept))[self.tokens.prompts])
         of_document = parts_of(len(self.tokens.documents) - 1, self.seed, self.parts)
         of_prompt = of_document[self.tokens.document_of(self.tokens.prompts[:-1])]

@@ -4,8 +4,8 @@ A shard has a safetensors file per site, which is created at full size and fille
 Data begin at offset 4,096, so that rows whose size is a multiple of the page size are page-aligned. Statistics are
 summed in a fixed order, so that the same rows give the same bytes.
 
-An unfinished part has a journal of the prompts whose rows are on disk; a resumed harvest skips them. A record lists one
-checkpoint's prompts, and is appended after their rows are synced. Sealing a complete shard adds its index and
+An unfinished part has a journal of the prompts whose rows are on disk; a resumed harvest skips them. Each record lists
+the prompts of a checkpoint, and is appended after their rows are synced. Sealing a complete shard adds its index and
 statistics, and gives it its final name.
 
 `HarvestWriter` runs the threads. One thread calls it, part after part. Only that thread blocks while the queue is full,
@@ -107,8 +107,8 @@ class RowsFile(NamedTuple):
             raise _unreadable(self.path, error) from None
 
     def blocks(self, size: int) -> Iterator[np.ndarray]:
-        """Yield the rows, `size` at a time. A memory map would take several times as long, because the pages of a file
-        written in random order are mapped one by one."""
+        """Yield the rows in blocks of `size`. A memory map would take several times as long, because the pages of a
+        file written in random order are mapped one by one."""
         rows, width = self.shape
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
@@ -215,8 +215,8 @@ class HarvestBatch(NamedTuple):
     """A batch of prompts and their rows.
 
     prompts: the prompts' indices in the part
-    rows: iterator over `Recipe.written`, with a list of each prompt's rows, [n, width] in the stored dtype; consumed on
-        the writing thread
+    rows: iterator with one item per entry of `Recipe.written`: a list of each prompt's rows, [n, width] in the stored
+        dtype; consumed on the writing thread
     """
 
     prompts: list[int]
@@ -285,7 +285,7 @@ class OpenPart(ABC):
 
 
 class PartWriter(OpenPart):
-    """Fills and seals the shards of one part, in a folder of its own."""
+    """Fills and seals the shards of one part, in the part's folder."""
 
     def __init__(self, folder: Path, recipe: Recipe, documents: TokenizedDocuments, part: HarvestPart) -> None:
         super().__init__(recipe, documents, part)
@@ -399,7 +399,7 @@ Writes = list[tuple["Future[None]", list[int]]]
 
 
 def open_folder(folder: Path, part: int) -> Path:
-    """Return the folder in which a part is filled."""
+    """Return the folder where a part is being filled."""
     return folder / f"part-{part:04d}.open"
 
 
@@ -441,7 +441,7 @@ READING = "read fewer sites at a time, or part after part (interleave=False)"
 
 
 def allow_files(count: int, advice: str) -> None:
-    """Raise this process's limit of open files for `count` files plus a margin. A memory map keeps its file open.
+    """Raise this process's open-file limit to at least `count` plus a margin. A memory map keeps its file open.
 
     Raises: `CapacityError` if the system does not allow it.
     """

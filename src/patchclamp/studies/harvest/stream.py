@@ -29,7 +29,7 @@ Columns = dict[str, np.ndarray]
 
 
 class FilledPart(NamedTuple):
-    """The rows of a part in order: token indices, and arrays by name for each of `Recipe.written`."""
+    """The rows of a part in order: their token indices, and arrays keyed by the names of `Recipe.written`."""
 
     tokens: np.ndarray
     rows: Columns

@@ -91,7 +91,7 @@ class HarvestBatches(IterableDataset[Values]):
         return self._read(begin, end)
 
     def _pieces(self, begin: int, end: int) -> Iterator[dict[str, np.ndarray]]:
-        """Yield rows in order, at most `size` at a time."""
+        """Yield rows in order, in chunks of at most `size`."""
         columns = (self.data.columns_with_index if self.index else self.data.columns)(self.sites)
         while begin < end:
             yield from self.data.order.read(columns, begin, end, self.size)
@@ -132,7 +132,7 @@ def tensor(rows: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def as_values(batch: dict[str, np.ndarray], sites: list[str], dtype: str) -> Values:
-    """Return columns as tensors (object columns as lists): a dict by name; a single column is returned bare."""
+    """Return columns as tensors (object columns as lists): a dict by name, or the bare column if there is only one."""
     values = {name: tensor(column, dtype) if name in sites
               else column.tolist() if column.dtype == object else torch.from_numpy(column.copy())
               for name, column in batch.items()}  # fmt: skip
@@ -190,8 +190,8 @@ def _blocks(data: Any, site: str, size: int, names: tuple[str, ...]) -> Iterator
 
 
 class ActivationBuffer:
-    """A site's rows for dictionary_learning's `trainSAE(data=…)`, replacing its own buffer (checked with version
-    0.1.0): each `next` returns a batch [out_batch_size, D], float32 by default.
+    """A site's rows for dictionary_learning's `trainSAE(data=…)`, in place of that package's buffer (checked with
+    version 0.1.0): each `next` returns a batch [out_batch_size, D], float32 by default.
 
     Rows arrive in reading order, which is shuffled. With `repeat`, iteration starts over after the last row, and a
     batch may span the boundary; otherwise rows that do not fill the last batch are dropped.
