@@ -396,7 +396,7 @@ def check_name(name: str, path: str) -> str:
     """Check the name of a run, vector or program, and return it. Raises `ProgramError` if it is invalid."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ProgramError(
-            f"expected up to 64 letters, digits, '_', '-' and '.', the first not '-' or '.', got {name!r}", path
+            f"expected up to 64 letters, digits, '_', '-' and '.', not starting with '-' or '.', got {name!r}", path
         )
     return name
 

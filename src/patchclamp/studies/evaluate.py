@@ -240,7 +240,7 @@ def _tokens(lm: LM, prompt: str, text: str, chat: bool) -> tuple[tuple[int, ...]
     known = lm.tokens(messages=[{"role": "user", "content": prompt}]) if chat else lm.tokenizer.encode(prompt.rstrip())
     count, ids = len(known), known + lm.tokenizer.bare(text) if chat else lm.tokenizer.encode(prompt + text)
     if not 0 < count < len(ids):
-        raise TokensError(f"expected tokens before {text!r} and in it, got {count} before and {len(ids) - count} in it")
+        raise TokensError(f"expected at least one token before {text!r} and one in it, got {count}, {len(ids) - count}")
     return tuple(ids[:count]), tuple(ids[count:])
 
 

@@ -209,7 +209,7 @@ def grade(
     if metric not in ALONE and foil is None:
         raise ProgramError(f"{metric} requires a foil: pass foil=, or use metric='logprob'", "foil")
     if metric in ALONE and foil is not None:
-        raise ProgramError(f"{metric} is of the answer alone: omit foil=, or use metric='logit_diff'", "foil")
+        raise ProgramError(f"{metric} scores only the answer: omit foil=, or use metric='logit_diff'", "foil")
     if foil is not None and tuple(answer) == tuple(foil):
         raise ProgramError("answer and foil are identical", "foil")
     return Graded(metric, tuple(answer), None if foil is None else tuple(foil))

@@ -100,7 +100,7 @@ class Spot(msgspec.Struct, frozen=True):
             spot = spot._select(keys.pop(0))
         if any(not _is_whole(one) for one in keys):
             raise ProgramError(
-                f"{spot}: brackets index tokens, and heads, neurons or experts; single numbers of a row cannot be read "
+                f"{spot}: brackets index tokens and heads, neurons or experts; single elements of a row cannot be read "
                 "or written: use .save() and index it after the trace, or write a vector with zeros"
             )
         return spot
@@ -535,7 +535,7 @@ class Schedule:
         except graphlib.CycleError as error:
             entry = min(error.args[1], key=lambda entry: entry.number)
             raise at_line(
-                ProgramError(f"{entry.spot} depends on itself through other writes: no order of runs exists"),
+                ProgramError(f"{entry.spot} depends on itself through other writes: no order of runs can resolve it"),
                 entry.line,
             ) from None
         self._last = {rec: max((self._levels[e] for e in rec.entries if not e.is_read), default=0)

@@ -87,7 +87,7 @@ class OfflineEngine(VllmEngine):
             futures = super().submit(requests)
             while not all(future.done() for future in futures):
                 if not self._serve() or not (is_busy(self._engine) or self._held_back):
-                    raise EngineError("vLLM is idle, but a request has no answer")
+                    raise EngineError("vLLM is idle, but a request has no result")
                 self._step()
         return futures
 

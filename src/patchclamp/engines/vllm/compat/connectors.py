@@ -107,9 +107,9 @@ def check_weights(scheduler: Scheduler, updates: int) -> None:
     not include the weights, so a plain request may load old keys and values into blocks that programs then reuse."""
     if scheduler.connector is not None and updates:
         raise EngineError(
-            "programs are not supported beside a KV connector once the model's weights may have been updated in place, "
-            "because its keys and values may be of the old ones: start the engine again, with an empty store, or serve "
-            "without a connector", "kv_transfer_config",
+            "programs are not supported beside a KV connector after the weights may have been updated, because the "
+            "connector's keys and values may be stale: restart the engine with an empty store, or serve without a "
+            "connector", "kv_transfer_config",
         )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def check_transfer(scheduler: Scheduler, request: Request) -> None:
     """Raise `ProgramError` for a program on a request that sends or receives keys and values."""
     if scheduler.connector is not None and request.kv_transfer_params:
         raise ProgramError(
-            "programs do not support kv_transfer_params, as their keys and values stay in this engine: omit it"
+            "kv_transfer_params is not supported with a program, whose keys and values stay in this engine: omit it"
         )
 
 

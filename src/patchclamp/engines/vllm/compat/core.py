@@ -640,11 +640,11 @@ def _check_beside_drafts(vllm_config: VllmConfig, request: Request, program: Req
         raise ProgramError(f"{what} is not supported with speculative decoding: it would run on rejected draft tokens")
     _check_latches(program.bound)
     if request.mm_features and speculative_config.method != "ngram":
-        raise ProgramError("programs on prompts with images are supported with drafts of method 'ngram' alone")
+        raise ProgramError("with images, programs support speculative decoding only with method 'ngram'")
     params = request.sampling_params
     if params is not None and params.temperature and vllm_config.device_config.device_type == "cpu":
         raise ProgramError(
-            "programs are not supported with sampling and speculative decoding on a CPU, where vLLM loses the "
+            "programs are not supported with sampling and speculative decoding on a CPU, where vLLM ignores the "
             "temperature of draft tokens: set temperature to 0, or start the engine without speculative_config"
         )
 
