@@ -79,6 +79,8 @@ def seen(lm: pc.LM) -> tuple[dict[str, torch.Tensor], int]:
     lenses = lm.run([SHORT, LONG], max_tokens=4, capture=[pc.Lens(pc.resid_post, top=3), pc.Lens(pc.mlp_out[1], top=1)])
     found |= {f"{i} lens": torch.tensor(run.lens[pc.resid_post].logprobs) for i, run in enumerate(lenses)}
     found |= {f"{i} lens of mlp_out": torch.tensor(run.lens["mlp_out[1]"].logprobs) for i, run in enumerate(lenses)}
+    grid = pc.studies.logit_lens(lm, LONG, readout="device")
+    found |= {"lens study": torch.tensor(np.stack([grid.kl, grid.entropy]))}
     for layer in range(LAYERS):
         edited = lm.run(
             [SHORT, LONG], max_tokens=4, edits=[pc.Add(VECTOR, at=pc.resid_post[layer], scale=0.5)], logprobs=True
