@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import patchclamp as pc
+from patchclamp.engines.lenses import lens_values
 from patchclamp.studies import (
     AttributionPatchingResult,
     LogitLensResult,
@@ -203,3 +204,27 @@ class TestAttributionResult:
         assert heads.values.tolist() == [[1.3, 0.2]]
         assert result.plot(tmp_path / "a.png").stat().st_size > 10_000
         assert "z[1, 0]" in result.to_html(tmp_path / "a.html").read_text()
+
+
+def test_values_of_a_lens_equal_their_definitions_beside_tokens_that_are_masked():
+    draw = np.random.default_rng(4)
+    logits_GPV = 4 * draw.standard_normal((3, 5, 1300)).astype(np.float32)
+    logits_GPV[:, :, 1200:] = -np.inf
+    found = lens_values(torch.from_numpy(logits_GPV), 4, [7, 900])
+    with np.errstate(divide="ignore"):
+        logprobs = logits_GPV - np.log(np.exp(logits_GPV.astype(np.float64)).sum(-1, keepdims=True))
+    model, layers = logprobs[0, :, :1200], logprobs[1:, :, :1200]
+    kl = (np.exp(model) * (model - layers)).sum(-1)
+    entropy = -(np.exp(layers) * layers).sum(-1)
+    assert np.abs(found["kl"] - kl).max() < 1e-4 < kl.min()
+    assert np.abs(found["entropy"] - entropy).max() < 1e-4 < entropy.min()
+    assert np.abs(found["logprobs"] - layers[..., [7, 900]]).max() < 1e-4
+    assert (found["ranks"] == (layers[..., None, :] > layers[..., [7, 900], None]).sum(-1)).all()
+    assert (found["top_ids"] == np.argsort(-layers, -1)[..., :4]).all()
+    assert np.abs(found["top_probs"] - np.sort(np.exp(layers), -1)[..., :-5:-1]).max() < 1e-5
+
+
+def test_a_lens_that_is_not_finite_is_an_error(lm, monkeypatch):
+    monkeypatch.setattr(lm.engine._net, "_unembedding_DV", lm.engine._net._unembedding_DV * np.float32(np.inf))
+    with pytest.raises(pc.NotFinite, match="lens"):
+        logit_lens(lm, PROMPT, readout="engine")
