@@ -26,7 +26,8 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def both(folder):
     """The same model, computed from cuts on and whole."""
-    with pc.LM(folder, **IDS) as changed, pc.LM(folder, **IDS, recompute="all") as whole:
+    options = {**IDS, "allow_code": True}
+    with pc.LM(folder, **options) as changed, pc.LM(folder, **options, recompute="all") as whole:
         yield changed, whole
 
 
@@ -101,6 +102,30 @@ def captured(run: pc.Run) -> dict[str, torch.Tensor]:
     """What a run captured, by site."""
     sites = {str(at) for op in run.program.ops if isinstance(op, pc.Capture) for at in [op.at]} | {"final_norm"}
     return {site: run[site] for site in sorted(sites)}
+
+
+AT = {"at": pc.pattern[2, 1], "tokens": pc.prompt[-1]}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        [pc.Capture(pc.mlp_out[2], project=np.ones((2, 128))), pc.Capture(pc.mlp_out[2])],
+        [pc.Replace([0.5, 0.5], **AT), pc.Scale(0.5, **AT)],
+        [pc.Apply(lambda h: 2 * h, at=pc.mlp_out[2], tokens=pc.prompt[-1]), pc.Scale(0.5, **AT)],
+    ],
+    ids=["one matrix", "one row", "one function"],
+)
+def test_programs_of_one_kind_with_other_fields_share_a_prompt(both, pair):
+    """A capture may have a matrix, an edit of a pattern a row or keys; these, code and patterns run as code."""
+    edits = [[pair[i == 0]] for i in range(9)]
+    changed, whole = (lm.run([PROMPT] * 9, max_tokens=1, edits=edits, logprobs=True, score=[7]) for lm in both)
+    for ours, theirs in zip(changed, whole, strict=True):
+        assert ours.computed_from is not None
+        assert ours.scores == pytest.approx(theirs.scores, abs=1e-5)
+        if isinstance(pair[0], pc.Capture):
+            torch.testing.assert_close(ours["edits[0]"], theirs["edits[0]"], atol=1e-5, rtol=1e-5)
+    assert isinstance(pair[0], pc.Capture) == (changed[0].scores == pytest.approx(changed[1].scores, abs=1e-6))
 
 
 def test_a_self_patch_is_bit_identical_in_passes_of_one_shape(both):

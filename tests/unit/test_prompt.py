@@ -59,6 +59,14 @@ def test_delimiters_of_text():
     assert [(case.positions.tolist(), case.inside) for case in open_end] == [([1, 6, 7], None), ([8, 9], True)]
 
 
+def test_matches_of_a_delimiter_may_overlap():
+    """Two in three line feeds: the later match, after the opening one, closes the span."""
+    text = "a\n\n\nQ: 42\n\nb"
+    asked = Prompt([*map(ord, text)], lambda: (text, [(i, i + 1) for i in range(len(text))]), bare=lambda t: [*map(ord, t)])
+    chosen = asked.select(pc.prompt & pc.between("Q:", "\n\n"), len(text))
+    assert "".join(text[p] for p in chosen) == " 42"
+
+
 @given(selections, st.lists(ids, min_size=1, max_size=6), st.lists(ids, max_size=6))
 def test_cases_are_what_the_selection_is_once_the_tokens_are_known(selection, prompt, generated):
     limit = len(prompt) + len(generated)

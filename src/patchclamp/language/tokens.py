@@ -329,13 +329,17 @@ class TextSpan(Selection, frozen=True, tag="span"):
         if not self.text:
             raise TokensError("span('') selects nothing: pass the text of the tokens to select")
 
+    def starts(self, prompt_text: str) -> list[int]:
+        """Return the first character of each match. Matches may overlap."""
+        return [match.start() for match in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
+
     def find(self, offsets: list[tuple[int, int]], prompt_text: str) -> list[int]:
         """Return the positions of the tokens that overlap the match. Raises `TokensError` if there is no such
         match, or several matches and no `occurrence`.
 
         offsets: each token's character offsets (begin, end) in the prompt
         """
-        starts = [match.start() for match in re.finditer(f"(?={re.escape(self.text)})", prompt_text)]
+        starts = self.starts(prompt_text)
         if not starts:
             raise TokensError(f"{self}: not in the prompt {prompt_text!r}")
         count, chosen = len(starts), self.occurrence

@@ -183,9 +183,9 @@ def _group(numbers: list[int], programs: Sequence[Sequence[BoundOp]], keys: dict
         key, beside = np.full(shape, -1), np.full(shape, -1)
         if first.values:
             key[:] = _numbers((op.values for op in ops), keys)[:, :, None]
-        extra = [op.keys[len(op.values) : len(op.keys) - (op.condition is not None)] for op in ops]
-        if extra[0]:
-            beside[:] = _numbers(extra, keys)[:, :, None]
+        for row, op in zip(beside, ops, strict=True):  # a capture's matrix and a pattern's rows are optional
+            for name in op.keys[len(op.values) : len(op.keys) - (op.condition is not None)]:
+                row[:] = keys.setdefault(name, len(keys))
         key, beside = key.reshape(len(ops), -1), beside.reshape(len(ops), -1)
         before = []  # the keys of each record's preceding `MATCH` and `WHEN` records
         if first.condition is not None:

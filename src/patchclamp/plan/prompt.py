@@ -84,7 +84,8 @@ class Prompt(msgspec.Struct):
         if known is not None or len(token) > len(self.ids):
             return token == self.one_token(delimiter, selection)
         text, offsets = self.spell()
-        spans = [TextSpan(str(delimiter), i).find(offsets, text) for i in range(text.count(str(delimiter)))]
+        matches = len(TextSpan(str(delimiter)).starts(text))
+        spans = [TextSpan(str(delimiter), i).find(offsets, text) for i in range(matches)]
         return np.isin(np.arange(len(token)), [position for span in spans for position in span])
 
     def one_token(self, delimiter: str | int, selection: object) -> int:

@@ -388,9 +388,11 @@ def records_of(ops: Sequence[BoundOp], addresses: Addresses, points: int) -> tup
 
 def shape_of(ops: Sequence[BoundOp]) -> Hashable:
     """Return a key that is equal for programs whose records can be made together: vectors, scales, positions and points
-    may differ."""
-    return tuple([(op.kind, len(op.points), len(op.ranges), len(op.values), op.condition is None, op.guard is None)
-                  for op in ops])  # fmt: skip
+    may differ. Actions of one kind may have different fields (`APPLY`), so their class is part of the key."""
+    return tuple([
+        (type(op.action), len(op.points), len(op.ranges), len(op.values), op.condition is None, op.guard is None)
+        for op in ops
+    ])  # fmt: skip
 
 
 def records_of_alike(
