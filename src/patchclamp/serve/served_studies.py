@@ -26,7 +26,7 @@ from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
 from patchclamp.serve.server_state import ClientWork, Front
 from patchclamp.studies.grid import GridPlan
-from patchclamp.studies.inputs import Column
+from patchclamp.studies.inputs import Column, labelled
 from patchclamp.studies.metric import Spread
 from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, json_of
 from patchclamp.studies.sweep_result import Cell, Pair, Sweep
@@ -288,8 +288,9 @@ def _side_by_side(of: Sweep | Pair) -> dict[str, Any]:
 
 
 def _summary(sweep: Sweep) -> dict[str, Any]:
-    best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label, "positions": cell.column.corrupt,
-             "value": cell.value} for cell in sweep.best(5)]  # fmt: skip
+    best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label,
+             "positions": labelled(cell.column, sweep.patched, bool(sweep.corrupt_tokens)), "value": cell.value}
+            for cell in sweep.best(5)]  # fmt: skip
     blocks = [{"site": sweep.rows[block.rows[0]].panel, "layers": [sweep.rows[r].layer for r in block.rows],
                "columns": block.columns, "value": block.value} for block in getattr(sweep, "blocks", ())]  # fmt: skip
     return {"noise_floor": sweep.noise_floor, "best": best, "blocks": blocks}
