@@ -19,6 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from patchclamp import studies
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, UnsupportedStudy, near
+from patchclamp.language.program import parse_json
 from patchclamp.lm import LM
 from patchclamp.serve.bodies import read_body
 from patchclamp.serve.capture_files import StoppedResponse, data_event
@@ -78,8 +79,9 @@ def schema_of(kind: type[Study]) -> dict[str, Any]:
 def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str | None]:
     """Read a body's study, and its `resume` name or None. Raises `ProgramError` or a subclass if it is invalid."""
     try:
-        asked = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        parse_json(body)  # refuses duplicate keys
+        asked = msgspec.json.decode(body)  # refuses numbers that are not finite
+    except (ProgramError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProgramError(f"expected JSON: {error}", "body") from None
     if not isinstance(asked, dict):
         raise ProgramError(f"expected an object, got {type(asked).__name__}", "body")

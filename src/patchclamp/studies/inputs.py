@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from patchclamp.errors import PatchclampError, ProgramError, TokensError, Unsupp
 from patchclamp.language import Op, Program, Range, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.ops import MAX_TOP
+from patchclamp.language.program import from_dict, parse_json
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import SPECS, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
@@ -268,8 +268,8 @@ def same_columns(
     for i, other in enumerate(columns):
         if len(other) != len(columns[0]):
             raise TokensError(
-                f"pair {i} has {len(other)} patchable positions, pair 0 has {len(columns[0])}: for prompts of different "
-                "lengths, choose columns with positions=['prompt[-1]', …]",
+                f"pair {i} has {len(other)} patchable positions, pair 0 has {len(columns[0])}: for prompts of "
+                "different lengths, choose columns with positions=['prompt[-1]', …]",
                 "positions",
             )
     merged: list[Column] = []
@@ -658,13 +658,10 @@ def edits_in(text: str) -> list[Op]:
         text = "\n".join(lines_of(Path(text)))
     if not text.lstrip().startswith(("{", "[")):
         return list(Program.parse(text).edits)
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ProgramError(f"expected an op as JSON, or a .json file, got {text!r:.100}: {error}") from None
+    data = parse_json(text)
     whole = isinstance(data, dict) and "edits" in data
     program = data if whole else {"edits": data if isinstance(data, list) else [data]}
-    read = Program.from_json(json.dumps(program))
+    read = from_dict(program)
     if read.readout_path:
         raise ProgramError("expected edits only, got a capture, whose rows are not returned here", read.readout_path)
     return list(read.edits)
