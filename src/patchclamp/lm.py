@@ -180,7 +180,7 @@ class LM:
         score: candidates for the first generated token, as ids or single-token texts, or a list of such lists, one per
             prompt. `run.scores` has their log-probabilities
         logprobs: True for the log-probability of each generated token (`run.logprobs`); a number k to add the top k
-            tokens (`run.top_logprobs`); or a list of these, one per prompt
+            tokens (`run.top_logprobs`), not with `score`; or a list of these, one per prompt
         prompt_logprobs: the same for each token of the prompt, given the tokens before it (`run.prompt_logprobs` and
             `run.prompt_top_logprobs`). The whole prompt is computed, even if its prefix is cached
         stop_when: a condition on probes, such as `probe > 0.8`, that ends the run at the first generated token where it

@@ -980,8 +980,9 @@ class Run:
             return f"<Run {self.key}: {type(self.error).__name__}: {self.error}>"
         text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
         captured = f", captured {self._summary()}" if self.has_captures else ""
-        captured += f", a lens of {len(self.lens)} sites" if self._lens_ops else ""
-        captured += f", attention of {len(self.attention)} sites" if self.attention_ops else ""
+        captured += f", a lens of {len(self.lens)} site{'s' if len(self.lens) > 1 else ''}" if self._lens_ops else ""
+        if self.attention_ops:
+            captured += f", attention of {len(self.attention)} site{'s' if len(self.attention) > 1 else ''}"
         return f"<Run {self.key}: {len(self.prompt_token_ids)} + {len(self.token_ids)} tokens, {text!r}{captured}>"
 
     def _summary(self) -> str:

@@ -415,6 +415,49 @@ def test_only_two_routes_run_a_program_by_its_models_name(server, http):
         assert response.json()["error"]["param"] == "model"
 
 
+def test_only_two_routes_take_a_patchclamp_object(server, http):
+    body = {"model": server.model, "input": "a", "prompt": PROMPT, "max_tokens": 2, "max_output_tokens": 2,
+            "messages": [{"role": "user", "content": "a"}]}  # fmt: skip
+    for path in ("/invocations", "/v1/responses", "/v1/messages", "/v1/chat/completions/batch"):
+        response = http.post(path, json=body | {"patchclamp": {"edits": []}})
+        assert response.status_code == 400, path
+        assert response.json()["error"]["param"] == "patchclamp"
+        assert "/v1/completions" in message(response)
+    assert http.post("/v1/completions", json={key: body[key] for key in ("model", "prompt", "max_tokens")} | {
+        "patchclamp": {"edits": []}}).status_code == 200  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("patch_clamp", {}), ("patchclamps", {}), ("fuzz_strength", 1.0), ("extra_body", {"patchclamp": {}})],
+)
+def test_a_field_that_vllm_would_ignore_is_refused(server, http, field, value):
+    for path, asked in (("/v1/completions", {"prompt": PROMPT}),
+                        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})):  # fmt: skip
+        response = http.post(path, json={"model": server.model, "max_tokens": 1, field: value, **asked})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+        others = {"extra_body": {"top_k": 1}, "mine": 1}
+        assert http.post(path, json={"model": server.model, "max_tokens": 1, **others, **asked}).status_code == 200
+
+
+def test_duplicate_keys_are_refused(server, http):
+    twice = '{"edits": [], "edits": [{"type": "zero", "at": "embed"}]}'
+    begin = f'{{"model": {json.dumps(server.model)}, "max_tokens": 1, '
+    prompt, chat = f'"prompt": {json.dumps(PROMPT)}', '"messages": [{"role": "user", "content": "a"}]'
+    study = '{"prompt": "a b", "answer": 7, "metric": "prob", "layers": [0], "layers": [1]}'
+    for path, body in (
+        ("completions", f'{begin} {prompt}, "patchclamp": {twice}}}'),
+        ("completions", f'{begin} {prompt}, "patchclamp": {{}}, "patchclamp": {{}}}}'),
+        ("completions", f'{begin} {prompt}, "vllm_xargs": {{"patchclamp": {json.dumps(twice)}}}}}'),
+        ("chat/completions", f'{begin} {chat}, "patchclamp": {twice}}}'),
+        ("patchclamp/studies/ablation_sweep", study),
+    ):
+        response = http.post(f"/v1/{path}", content=body, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400, path
+        assert "duplicate" in message(response)
+
+
 def test_a_word_that_is_nearly_ours_is_refused(server, http):
     for path in ("/v1/completions", "/v1/chat/completions", "/invocations"):
         for word in ("fuzz_strenght", "fuzz_sed", "patchclamp_edits"):

@@ -146,7 +146,13 @@ def test_a_bank_is_pushed(server, local, http, tmp_path):
     np.save(tmp_path / "again.npy", VECTOR)
     bank.save(tmp_path / "quiet.safetensors", ["quiet"])
     (tmp_path / "half.json").write_text('{"type": "scale", "factor": 0.5, "at": "mlp_out[1]"}')
-    for file, name in (("again.npy", "again"), ("quiet.safetensors", "silent"), ("half.json", "half")):
+    (tmp_path / "listed.json").write_text(str([float(number) for number in np.asarray(VECTOR)]))
+    for file, name in (
+        ("again.npy", "again"),
+        ("listed.json", "listed"),
+        ("quiet.safetensors", "silent"),
+        ("half.json", "half"),
+    ):
         status = CliRunner().invoke(app, ["push", server.url, name, str(tmp_path / file), "--api-key", KEYS[0]])
         assert status.exit_code == 0, status.output
     assert {card["name"] for card in http.get("/v1/patchclamp/programs").json()["programs"]} == {
@@ -154,6 +160,8 @@ def test_a_bank_is_pushed(server, local, http, tmp_path):
         "silent",
         "half",
     }
+    again, listed = (http.get(f"/v1/patchclamp/vectors/{name}").content for name in ("again", "listed"))
+    assert listed[-len(VECTOR) * 4 :] == again[-len(VECTOR) * 4 :]
     for change, text in [(lambda: bank.push(server.url, api_key="wrong"), "rejected 'calm'"),
                          (lambda: bank.push("http://127.0.0.1:9"), "no response")]:  # fmt: skip
         with pytest.raises(pc.EngineError, match=text):

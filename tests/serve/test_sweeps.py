@@ -284,6 +284,7 @@ def test_it_ends_when_the_client_goes(server):
 def test_the_model_and_its_sites(server, local):
     with server.http() as http:
         model = http.get("/v1/patchclamp").json()
+        assert isinstance(model["limits"]["body_bytes"], int)
         sites = {card["name"]: card for card in http.get("/v1/patchclamp/sites").json()["sites"]}
     assert (model["layers"], model["d_model"]) == (local.model.layers, local.model.d_model)
     assert model["limits"]["sweep_cells"] == 20_000

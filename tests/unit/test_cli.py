@@ -280,6 +280,20 @@ class TestSweep:
         assert status == 0
         assert "Means over 2 pairs of prompts; the first is shown." in output
 
+    def test_a_narrow_terminal_cuts_no_number(self, tmp_path, monkeypatch):
+        pairs = [{"clean": SWEEP[5], "corrupt": corrupt, "answer": " Paris", "foil": " Rome"}
+                 for corrupt in (SWEEP[7], "The cat is in the")]  # fmt: skip
+        (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        rows = {}
+        for columns in ("40", "300"):
+            monkeypatch.setenv("COLUMNS", columns)
+            status, output = run(*SWEEP[:4], "--pairs", str(tmp_path / "pairs.jsonl"), "--positions", "0")
+            assert status == 0
+            rows[columns] = [line.split() for line in output.splitlines() if " → " in line or "best cells" in line]
+        assert rows["40"] == rows["300"]
+        assert rows["40"][0][-3:] == ["way", "to", "clean"]
+        assert len(rows["40"]) == 1 + 3, "a row for each layer"
+
     def test_best_cells_baselines_and_pictures(self, tmp_path):
         png, page = tmp_path / "new" / "sweep.png", tmp_path / "new" / "sweep.html"
         status, output = run(
@@ -700,6 +714,8 @@ def test_fit_lens_prints_and_writes_what_it_measured(tmp_path):
     result = pc.studies.FitLensResult.load(files["safetensors"])
     assert result.layers == (0, 1)
     assert "Tuned lens at resid_post" in output
+    assert "nats, tuned lens" in output
+    assert "share of rows, tuned lens" in output
     assert f"{result.kl[0]:.2f}" in output
     assert all(path.stat().st_size > 500 for path in files.values())
     assert failed(*command, "--kind", "logit").startswith("error: --kind: unknown kind 'logit'")

@@ -23,7 +23,7 @@ from patchclamp.language.tokens import GROUPS, ImageTokens, Joined, Positions
 from patchclamp.language.values import DTYPES, orthonormal
 from patchclamp.plan import Prompt
 from patchclamp.sites.tables import FAMILIES
-from patchclamp.studies.inputs import rows_of
+from patchclamp.studies.inputs import edits_in, rows_of
 
 ends = st.none() | st.integers(-40, 40)
 ranges = st.builds(Range, ends, ends, st.none() | st.integers(1, 5)).filter(lambda made: made != Range())
@@ -553,6 +553,8 @@ ERRORS = [
     (lambda: Program.of((), pc.prompt[0]), pc.ProgramError, "capture", "prompt[0]"),
     # programs as JSON
     (lambda: Program.from_json("{"), pc.ProgramError, None, "JSON"),
+    (lambda: edits_in('{"edits": [], "edits": [{"type": "zero", "at": "embed"}]}'), pc.ProgramError, None, "duplicate"),
+    (lambda: edits_in('[{"type": "zero", "at": "embed", "at": "logits"}]'), pc.ProgramError, None, "duplicate"),
     (lambda: Program.from_json("[" * 100_000), pc.ProgramError, None, "JSON"),
     (lambda: Program.from_json("[]"), pc.ProgramError, None, "list"),
     (lambda: Program.from_json('{"edit": []}'), pc.UnknownName, "edit", "'edits'"),
@@ -564,7 +566,7 @@ ERRORS = [
      pc.ProgramError, "capture[0]", "Zero"),
     (lambda: read([]), pc.ProgramError, "edits[1]", "list"),
     (lambda: read({"type": "replce"}), pc.UnknownName, "edits[1].type", "'replace'"),
-    (lambda: read({"at": "embed"}), pc.UnknownName, "edits[1].type", "'None'"),
+    (lambda: read({"at": "embed"}), pc.ProgramError, "edits[1]", "'type'"),
     (lambda: read({"type": "zero", "at": "embed", "token": "prompt"}), pc.UnknownName, "edits[1].token", "'tokens'"),
     (lambda: read({"type": "zero"}), pc.ProgramError, "edits[1]", "'at'"),
     (lambda: read({"type": "add", "at": "embed"}), pc.ProgramError, "edits[1]", "'value'"),

@@ -62,7 +62,9 @@ def test_delimiters_of_text():
 def test_matches_of_a_delimiter_may_overlap():
     """Two in three line feeds: the later match, after the opening one, closes the span."""
     text = "a\n\n\nQ: 42\n\nb"
-    asked = Prompt([*map(ord, text)], lambda: (text, [(i, i + 1) for i in range(len(text))]), bare=lambda t: [*map(ord, t)])
+    asked = Prompt(
+        [*map(ord, text)], lambda: (text, [(i, i + 1) for i in range(len(text))]), bare=lambda t: [*map(ord, t)]
+    )
     chosen = asked.select(pc.prompt & pc.between("Q:", "\n\n"), len(text))
     assert "".join(text[p] for p in chosen) == " 42"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
+from patchclamp.serve.served_studies import _summary
 from patchclamp.studies import MeanOf, Resampled, ablation_sweep, causal_trace, grid, patch_sweep, path_patch
 from patchclamp.studies.sweep_result import AblationSweepResult, PatchSweepResult
 
@@ -196,6 +197,36 @@ def test_a_receiver_lies_behind_a_sender_if_one_of_its_sites_does(lm, first: str
     assert between.any()
     assert np.array_equal(both.values[between, 0], alone.values[between, 1])
     assert (np.abs(both.values[between, 0] - both.baseline) > 0).any()
+
+
+# -- columns of several pairs
+
+
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_columns_whose_tokens_differ_are_named_by_what_they_share(lm, direction):
+    pairs = dict(clean=["The cat sat", "A dog ran to me now"], corrupt=["The dog sat", "A man ran to me now"])
+    lengths = [len(lm.tokens(text)) for text in pairs["clean"]]
+    positions = ["prompt[1]", "prompt[-1]", pc.studies.Match(clean="prompt[-2]", corrupt="prompt[-2]")]
+    sweep = patch_sweep(lm, **pairs, answer=7, metric="logprob", direction=direction, sites=["mlp_out"], layers=[0],
+                        positions={"at": ["prompt[1]", "prompt[-1]"]}, show_progress=False)  # fmt: skip
+    assert [column.label for column in sweep.columns] == ["at"], "a label of the caller's stays"
+    sweep = patch_sweep(lm, **pairs, answer=7, metric="logprob", direction=direction, sites=["mlp_out"], layers=[0],
+                        positions=positions, show_progress=False)  # fmt: skip
+    assert lengths[0] != lengths[1]
+    assert [column.label for column in sweep.columns] == ["token 1", "token -1", "token -2"]
+
+
+def test_ablated_columns_whose_tokens_differ_have_positions(lm):
+    prompts = ["The cat sat", "A dog ran to me now"]
+    asked = dict(prompt=prompts, answer=7, metric="logprob", sites=["mlp_out"], layers=[0], show_progress=False)
+    ids = [lm.tokens(text) for text in prompts]
+    part = pc.prompt[len(ids[0]) - 2 :]  # its positions and its distance from the end differ
+    sweep = ablation_sweep(lm, **asked, positions=["prompt[1]", "prompt[-1]", part])
+    assert [column.label for column in sweep.columns] == ["token 1", "token -1", "column 3"]
+    served = [cell["positions"] for cell in _summary(sweep)["best"]]
+    assert sorted(served) == sorted(column.clean for column in sweep.columns)
+    traced = causal_trace(lm, prompt=CLEAN, subject="Eiffel", answer=7, layers=[0], seeds=1, show_progress=False)
+    assert all(cell["positions"] for cell in _summary(traced)["best"])
 
 
 # -- seeds are no prompts

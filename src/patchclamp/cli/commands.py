@@ -502,17 +502,24 @@ def save_captures(made: Any, captured: list[str], path: Path) -> None:
 def push(
     url: Annotated[str, typer.Argument(help="The URL of a running `patchclamp serve`.")],
     name: Annotated[str, typer.Argument(help="The name by which requests with the same API key use it.")],
-    file: Annotated[Path, typer.Argument(help="A vector or means (.safetensors, .npy), or a program (.json).")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="A vector or means (.safetensors, .npy; a vector also as .json), or a program (.json)."),
+    ],
     api_key: Annotated[str | None, typer.Option(help="The API key; VLLM_API_KEY by default.")] = None,
 ) -> None:
     """Upload a vector or a program to a server."""
     from patchclamp.language import Program
-    from patchclamp.store.named import NamedBank
-    from patchclamp.studies.inputs import edits_in
+    from patchclamp.store.named import NamedBank, numbers_of_json
+    from patchclamp.studies.inputs import edits_in, lines_of
 
     bank = NamedBank()
     if file.suffix == ".json":
-        bank[name] = Program.of(under("FILE", edits_in, str(file)))
+        text = "\n".join(under("FILE", lines_of, file)).lstrip()
+        if text.startswith("[") and not text[1:].lstrip().startswith(("{", "]")):  # numbers, not ops
+            bank[name] = under("FILE", numbers_of_json, text.encode())
+        else:
+            bank[name] = Program.of(under("FILE", edits_in, text))
     elif file.suffix == ".npy":
         bank[name] = read_array(file, "FILE")
     else:
@@ -577,7 +584,8 @@ def harvest(
         )  # fmt: skip
     data = made.open()
     OUT.print(f"{made.folder}", soft_wrap=True)
-    OUT.print(f"{len(data)} rows of {made.what} in {len(data.shards)} shards", soft_wrap=True)
+    shards = f"{len(data.shards)} shard{'s' if len(data.shards) != 1 else ''}"
+    OUT.print(f"{len(data)} rows of {made.what} in {shards}", soft_wrap=True)
     if not made.complete:
         OUT.print(f"{len(data.missing)} shards belong to other machines")
 

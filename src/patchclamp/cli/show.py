@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
@@ -58,7 +60,7 @@ def show(console: Console, result: Any, top: int) -> None:
         table = _table(*picture.table[0])
         for row in picture.table[1 : top + 1]:
             table.add_row(*map(Text, row))
-        console.print(table)
+        _print(console, table)
 
 
 def show_maps(console: Console, picture: AttentionMaps, top: int) -> None:
@@ -69,7 +71,7 @@ def show_maps(console: Console, picture: AttentionMaps, top: int) -> None:
         n, key = divmod(place, last_GK.shape[1])
         value = style.number(float(last_GK[n, key]))
         table.add_row(Text(picture.names[n]), Text(style.visible(picture.tokens[key])), value)
-    console.print(table)
+    _print(console, table)
 
 
 def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:
@@ -78,7 +80,7 @@ def show_texts(console: Console, prompt: str, texts: dict[float, str]) -> None:
     for scale, text in texts.items():
         table.add_row(f"{scale:g}", Text(style.plain(text)))
     console.print(Text(f"\n{style.plain(prompt)} …"), soft_wrap=True)
-    console.print(table)
+    _print(console, table)
 
 
 PROOFS = {"shape": "shape", "noop": "no-op", "edit": "edit", "order": "order", "adds": "sums"}  # columns of proofs
@@ -97,6 +99,17 @@ def _table(*columns: str, header: bool = True, gap: int = 2) -> Table:
     return table
 
 
+def _print(console: Console, table: Table) -> None:
+    """Print a table, wider than the console if it must be: numbers are never cut."""
+    for column in table.columns:
+        if column.no_wrap:
+            cells = (column.header, *column.cells) if table.show_header else column.cells
+            column.min_width = max((cell_len(str(cell)) for cell in cells), default=0)
+    least = console.measure(table, options=console.options.update(max_width=1 << 16)).minimum
+    table.width = least if least > console.width else None
+    console.print(table, crop=False)
+
+
 def _head(console: Console, picture: Picture, *texts: str) -> None:
     """Print the title and provenance of a plot, followed by `texts`."""
     console.print()
@@ -113,7 +126,7 @@ _COLOURS = {"clean": "blue", "corrupt": "dark_orange3"}
 def show_prompts(console: Console, heatmap: Heatmap) -> None:
     """Print the prompts, with the tokens that differ underlined."""
     for strip in heatmap.strips:
-        line = Text(f"{strip.title:8}", style=f"bold {_COLOURS[strip.side]}")
+        line = Text(f"{strip.title:7} ", style=f"bold {_COLOURS[strip.side]}")
         for token, mark in zip(strip.tokens, strip.marks, strict=True):
             line.append(style.plain(token), style="not bold default" if mark == "same" else "underline")
         console.print(line, soft_wrap=True)
@@ -124,7 +137,7 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
     console.print()
     for anchor in sorted(heatmap.anchors, key=lambda anchor: anchor.side):
         value = style.number(anchor.value)
-        console.print(Text.assemble(f"{anchor.name + ' run':12}", (value, f"bold {_COLOURS[anchor.side]}")))
+        console.print(Text.assemble(f"{anchor.name + ' run':11} ", (value, f"bold {_COLOURS[anchor.side]}")))
     console.print(Text(heatmap.noise))
     if heatmap.note:
         console.print(Text(heatmap.note), soft_wrap=True)
@@ -145,16 +158,18 @@ def show_best(console: Console, heatmap: Heatmap, top: int) -> None:
             Text(place), Text(style.visible(label)), heatmap.columns[spot.column].positions, style.number(spot.value),
             style.signed(heatmap.effect(spot.value)), *of_cell, *share,
         )  # fmt: skip
-    console.print(table)
+    _print(console, table)
 
 
 def show_curves(console: Console, curves: Curves) -> None:
     """Print each line's value at every x of the shared axis."""
-    lines = [line for chart in curves.charts if not chart.x_label for line in chart.lines]
-    table = _table(curves.x_label, *(line.label for line in lines))
+    lines = [(chart, line) for chart in curves.charts if not chart.x_label for line in chart.lines]
+    labels = Counter(line.label for _, line in lines)
+    table = _table(curves.x_label, *(f"{chart.y_label}, {line.label}" if labels[line.label] > 1 else line.label
+                                     for chart, line in lines))  # fmt: skip
     for x in curves.numbers:
-        table.add_row(tick(x), *(_at(line, x) for line in lines))
-    console.print(table)
+        table.add_row(tick(x), *(_at(line, x) for _, line in lines))
+    _print(console, table)
 
 
 def _at(line: Curve, x: float) -> str:
@@ -171,7 +186,7 @@ def show_answers(console: Console, sweep: studies.FuzzSweepResult) -> None:
     table.add_row("unfuzzed", Text(style.plain(sweep.unfuzzed[0][0].text)))
     for strength, row in zip(sweep.strengths, sweep.answers[0], strict=True):
         table.add_row(tick(strength), Text(style.plain(row[0].text)))
-    console.print(table)
+    _print(console, table)
 
 
 def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
@@ -186,7 +201,7 @@ def show_lens(console: Console, lens: studies.LogitLensResult) -> None:
         )
         numbers = (f"{lens.kl[l, column]:.2f}", f"{lens.entropy[l, column]:.2f}")
         table.add_row(str(layer), Text(tops), *numbers, *(str(rank) for rank in lens.ranks[l, column]))
-    console.print(table)
+    _print(console, table)
 
 
 def show_attribution(console: Console, result: studies.DirectAttributionResult, top: int) -> None:
@@ -198,7 +213,7 @@ def show_attribution(console: Console, result: studies.DirectAttributionResult, 
             table = _table(name, "adds")
             for share in shares:
                 table.add_row(Text(share.part), style.signed(share.value))
-            console.print(table)
+            _print(console, table)
             console.print()
     console.print(Text(f"all parts together {style.signed(float(result.totals.mean()))}; the model's own "
                        f"{style.signed(float(result.logit_diffs.mean()))}"))  # fmt: skip
@@ -211,7 +226,7 @@ def show_patchscope(console: Console, result: studies.PatchscopeResult) -> None:
         for g in range(result.moved.shape[1]):
             to = result.target_layers[g] if result.target_layers else layer
             table.add_row(str(layer), str(to), f"{result.moved[s, g]:.2f}", Text(style.plain(result.texts[s][g])))
-    console.print(table)
+    _print(console, table)
 
 
 def show_patching(
@@ -222,7 +237,7 @@ def show_patching(
     for cell in result.best(top) or result.proposals(top):
         exact = "–" if cell.exact is None else style.signed(cell.exact)
         table.add_row(*(Text(style.visible(end)) for end in cell.ends), style.signed(cell.estimate), exact)
-    console.print(table)
+    _print(console, table)
     if np.isfinite(result.exact).any():
         console.print(Text(f"two unpatched runs differ by {style.number(result.noise_floor)}"))
 
@@ -239,14 +254,14 @@ def sites(console: Console, lm: LM, proofs: Sequence[Proof]) -> None:
         ticks = [Text(*TICKS[getattr(proof, field)]) for field in PROOFS]
         layers = "–" if proof.layers is None else str(proof.layers)
         table.add_row(proof.name, layers, Text(shape(proof)), proof.layout, *ticks)
-    console.print(table)
+    _print(console, table)
     modules = {proof.name: module(lm, proof.name) for proof in proofs}
     if set(modules.values()) != {NOWHERE}:
         where = _table("site", "module")
         for name, border in modules.items():
             where.add_row(name, Text(border))
         console.print()
-        console.print(where)
+        _print(console, where)
         console.print()
     failed = [proof for proof in proofs if not proof.holds]
     tabled = lm.sites.family.tabled
@@ -304,7 +319,7 @@ def parity(console: Console, result: Parity) -> None:
             _layer(site.worst_at), "–" if out is None else _layer(out) if layered else "out", _layer(site.edit_at),
             f"{site.moved:.2g}", _bounded(site.edit, result.moves(site)),
         )  # fmt: skip
-    console.print(table)
+    _print(console, table)
     if result.left_out:
         console.print(Text(f"on one engine only, since the tables differ: {', '.join(result.left_out)}", style="dim"))
     near = result.logprobs <= result.bounds.logprobs
@@ -344,7 +359,7 @@ def findings(console: Console, report: Report) -> None:
             if finding.advice:
                 detail.append(f"\n→ {finding.advice}", style=style)
             table.add_row(Text(mark, style=style), finding.name, detail)
-        console.print(table)
+        _print(console, table)
         console.print()
     problems, notes = len(report.problems), sum(finding.status == "note" for finding in report.findings)
     summary = f"{problems} problem{'s' if problems != 1 else ''}, {notes} note{'s' if notes != 1 else ''}"

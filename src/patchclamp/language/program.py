@@ -126,11 +126,7 @@ class Program(PublicStruct, frozen=True):
     @classmethod
     def from_json(cls, text: str | bytes) -> Program:
         """Parse `to_json`'s output. Raises `ProgramError` with a path for unknown, duplicate or malformed fields."""
-        try:
-            data = json.loads(text, object_pairs_hook=_no_doubles)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ProgramError(f"invalid JSON: {error}") from None
-        return from_dict(data)
+        return from_dict(parse_json(text))
 
     @classmethod
     def parse(cls, text: str) -> Program:
@@ -218,6 +214,14 @@ def _texts(op: Op) -> dict[str, Any]:
     return texts
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON that has, or may have, a program. Raises `ProgramError` for invalid JSON and duplicate keys."""
+    try:
+        return json.loads(text, object_pairs_hook=_no_doubles)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProgramError(f"invalid JSON: {error}") from None
+
+
 def from_dict(data: object) -> Program:
     """Parse the output of `to_dict`. Raises `ProgramError` with the path of the invalid field."""
     if not isinstance(data, dict):
@@ -250,9 +254,11 @@ def _read_op(data: object, path: str, depth: int = 0) -> Op:
         return _read_at(as_capture, data, path)
     if not isinstance(data, dict):
         raise ProgramError(f"expected an op as an object, got {type(data).__name__}", path)
-    kind = OPS.get(str(data.get("type")))
+    if "type" not in data:
+        raise ProgramError(f"an op needs 'type'; available: {', '.join(OPS)}", path)
+    kind = OPS.get(str(data["type"]))
     if kind is None:
-        raise unknown("op", str(data.get("type")), OPS, f"{path}.type")
+        raise unknown("op", str(data["type"]), OPS, f"{path}.type")
     fields = {k: v for k, v in data.items() if k != "type"}
     names = kind.__struct_fields__
     _check_fields(fields, names, kind.__name__, path)

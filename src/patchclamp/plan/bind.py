@@ -902,7 +902,7 @@ class _Binder:
     def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
         """Assign a new number to an op's code at each binding, so that requests never share the op's cached blocks."""
         if self._code is None:
-            raise ProgramError("Apply runs Python code in the engine: allow it with pc.LM(..., allow_code=True)", "fn")
+            raise ProgramError("Apply runs Python code: it needs pc.LM(model, allow_code=True), not a server", "fn")
         number = next(code_numbers)
         self._code[number] = Code(path, op.fn, op.wanted_arguments(), sites)
         return number

@@ -7,6 +7,7 @@ cancels its output handler before it notifies running requests, and uvicorn wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from typing import Any
@@ -17,7 +18,7 @@ from fastapi.responses import JSONResponse
 
 from patchclamp.engines.vllm.compat import clients
 from patchclamp.engines.vllm.compat.configuration import enabled
-from patchclamp.errors import EngineError, MissingSource, NoKey, PatchclampError
+from patchclamp.errors import EngineError, MissingSource, NoKey, PatchclampError, ProgramError
 from patchclamp.serve import engine, openai, routes, schema, served_studies
 from patchclamp.serve.openai import PATHS
 from patchclamp.serve.program_call import in_request, split_variant
@@ -50,7 +51,7 @@ async def bound_shutdown(client: Any, state: Any) -> None:
 def attach(app: Any) -> None:
     """Add the routes to an app. They work once `start` has run."""
     app.exception_handler(PatchclampError)(answer_error)
-    app.add_middleware(NoVariants)
+    app.add_middleware(NoPrograms)
     openai.attach(app)
     app.include_router(routes.router)
     app.include_router(routes.model_router)
@@ -89,10 +90,12 @@ async def answer_error(request: Any, error: Exception) -> Any:
 
 class _RequestBody(msgspec.Struct):
     model: Any = None
+    patchclamp: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class NoVariants:
-    """Middleware that refuses the model `MODEL:NAME` on vLLM's POST routes that would ignore the program NAME."""
+class NoPrograms:
+    """Middleware that refuses a `patchclamp` object, and the model `MODEL:NAME`, on POST routes that would ignore the
+    program."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -105,14 +108,16 @@ class NoVariants:
         while not messages or messages[-1].get("more_body"):
             messages.append(await receive())
             body += messages[-1].get("body", b"")
-        try:
-            asked = msgspec.json.decode(body, type=_RequestBody).model
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            asked = None  # the route reports the error
-        if await split_variant(asked, scope["app"].state.openai_serving_models) is not None:
-            error = MissingSource(
-                f"programs are not supported on {path}; use {' or '.join(PATHS)} for {asked}", "model"
-            )
+        asked = _RequestBody()
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # reported by the route
+            asked = msgspec.json.decode(body, type=_RequestBody)
+        error: PatchclampError | None = None
+        refusal = f"programs are not supported on {path}; use {' or '.join(PATHS)}"
+        if await split_variant(asked.model, scope["app"].state.openai_serving_models) is not None:
+            error = MissingSource(f"{refusal} for {asked.model}", "model")
+        elif asked.patchclamp is not msgspec.UNSET:
+            error = ProgramError(refusal, "patchclamp")
+        if error is not None:
             response = await answer_error(Request(scope), error)
             return await response(scope, receive, send)
 

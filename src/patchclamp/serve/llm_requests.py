@@ -7,7 +7,6 @@ is the `Run` of each completion of a request with a program, or of all requests 
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import msgspec
@@ -20,7 +19,7 @@ from patchclamp.engines.vllm.offline import CallersRequest, OfflineEngine, offli
 from patchclamp.errors import PatchclampError, ProgramError
 from patchclamp.language import Probe, Program
 from patchclamp.language.ops import FUZZ_NAMES, check_words, fuzz, is_ours
-from patchclamp.language.program import from_dict
+from patchclamp.language.program import from_dict, parse_json
 from patchclamp.proving import ProvedLM
 from patchclamp.run import Run
 from patchclamp.serve.program_call import prompt_in
@@ -62,14 +61,12 @@ def _program_in(extra: dict[str, Any], always_on: list[Probe]) -> Program:
     given = extra.get(KEY, {})
     try:
         if isinstance(given, str):
-            given = json.loads(given)
+            given = parse_json(given)
         program = given if isinstance(given, Program) else from_dict(given)
         program.stopped_by(None, always_on, "")  # raises for names of always-on probes
         fuzzed = fuzz({word: extra[word] for word in FUZZ_NAMES if word in extra})
     except PatchclampError as error:
         raise error.under(f"extra_args.{KEY}") from None
-    except ValueError as error:
-        raise ProgramError(f"expected JSON: {error}", f"extra_args.{KEY}") from None
     return msgspec.structs.replace(program, edits=program.edits + fuzzed)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -19,8 +18,9 @@ from fastapi.routing import APIRoute
 
 from patchclamp.engines.tokenizer import TOLD, Chat, chat_of
 from patchclamp.engines.vllm.compat.clients import ROUTES
-from patchclamp.errors import PatchclampError, ProgramError
-from patchclamp.language.ops import check_words, is_ours
+from patchclamp.errors import PatchclampError, ProgramError, unknown
+from patchclamp.language.ops import FUZZ_NAMES, check_words, is_ours
+from patchclamp.language.program import parse_json
 from patchclamp.serve import monitoring
 from patchclamp.serve.bodies import QUICK_BYTES, OpenAIRoute, check_values
 from patchclamp.serve.capture_files import MAX_LINE, StoppedResponse, data_event
@@ -125,6 +125,7 @@ async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
     has_object, variant = "patchclamp" in extra, None
     front, owner = caller(raw_request)
     check_words(xargs)
+    _check_fields(extra)
     is_fuzzed = any(map(is_ours, xargs))
     may_be_variant = ":" in (request.model or "")
     if has_object or may_be_variant or is_fuzzed:
@@ -140,19 +141,39 @@ async def read_call(request: Any, raw_request: Request) -> ProgramCall | None:
     body = await raw_request.body()
     front.limits.check("program_bytes", len(body), "bytes of a body with a program", "body")
     await check_values(body, front.limits, has_object)
-    if has_object:
-        make = functools.partial(ProgramCall, extra.pop("patchclamp"), owner, xargs, front.kept, variant)
-    else:
-        make = functools.partial(of_extra_args, xargs, owner, front.kept, variant, on_own_route=True)
     is_long = len(body) > QUICK_BYTES
-    call = await asyncio.to_thread(make) if is_long else make()
+
+    def parse() -> ProgramCall:
+        try:
+            fields = parse_json(body)  # FastAPI keeps the last of duplicate keys
+        except ProgramError as error:
+            raise error.under("body") from None
+        if has_object:
+            call = ProgramCall(extra.pop("patchclamp"), owner, xargs, front.kept, variant)
+        else:
+            call = of_extra_args(xargs, owner, front.kept, variant, on_own_route=True)
+        call.chat = _chat_of(fields) if hasattr(request, "messages") else call.chat
+        return call
+
+    call = await asyncio.to_thread(parse) if is_long else parse()
     call.is_long = is_long
-    if hasattr(request, "messages"):
-        call.chat = _chat_of(json.loads(await raw_request.body()))
     request.vllm_xargs = {**xargs, "patchclamp": ""}  # makes `generate` look up the call
     if variant is not None:
         request.model = variant.model
     return call
+
+
+def _check_fields(extra: dict[str, Any]) -> None:
+    """Raise `ProgramError` for a field that vLLM would ignore although it was meant for patchclamp."""
+    for word in extra:
+        if word in FUZZ_NAMES:
+            raise ProgramError(f"expected {word} in vllm_xargs", word)
+        if word != "patchclamp" and is_ours(word):
+            raise unknown("field", word[:64], ("patchclamp", "vllm_xargs"), word[:64])
+    nested = extra.get("extra_body")
+    if isinstance(nested, dict) and any(word == "vllm_xargs" or is_ours(word) for word in nested):
+        raise ProgramError("extra_body is an argument of OpenAI's Python client: put its fields into the body itself",
+                           "extra_body")  # fmt: skip
 
 
 def _chat_of(body: dict[str, Any]) -> Chat:

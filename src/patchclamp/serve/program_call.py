@@ -12,7 +12,6 @@ import base64
 import contextlib
 import copy
 import functools
-import json
 import math
 import secrets
 import time
@@ -34,7 +33,7 @@ from patchclamp.errors import MissingSource, PatchclampError, ProgramError, RunE
 from patchclamp.language import Program, Readout, SiteOp, Use
 from patchclamp.language.conditions import ProbeCondition, comparisons
 from patchclamp.language.ops import FUZZ_NAMES, Capture, Features, Lens, check_words, fuzz, is_ours
-from patchclamp.language.program import condition_from_dict, from_dict, to_dict
+from patchclamp.language.program import condition_from_dict, from_dict, parse_json, to_dict
 from patchclamp.language.site import DERIVED
 from patchclamp.plan.bind import Binding, is_positional
 from patchclamp.plan.bound import BoundProgram, of_sample, position_ranges
@@ -64,9 +63,10 @@ class Variant(msgspec.Struct, frozen=True):
     uses: Program
 
     def said_of(self, error: PatchclampError) -> PatchclampError:
-        """Return the error with a note that the program's first edits come from the variant."""
-        edits = len(self.program.edits)
-        return type(error)(f"{error.message} (the first {edits} edits come from the model {self.asked})", error.path)
+        """Return the error with a note that, in its path, the variant's edits precede the request's."""
+        count = len(self.program.edits)
+        edits = f"first {count} edits come" if count > 1 else "first edit comes"
+        return type(error)(f"{error.message} (the {edits} from the model {self.asked})", error.path)
 
 
 async def split_variant(asked: Any, models: Any) -> tuple[str, str] | None:
@@ -434,9 +434,9 @@ def of_extra_args(
     if isinstance(data, str):
         kept.limits.check("json_values", data.count(","), "values of a program", "vllm_xargs.patchclamp")
         try:
-            data = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise ProgramError(f"expected JSON: {error}", "vllm_xargs.patchclamp") from None
+            data = parse_json(data)
+        except ProgramError as error:
+            raise error.under("vllm_xargs.patchclamp") from None
     return ProgramCall(data, owner, extra, kept, variant, on_own_route)
 
 

@@ -121,7 +121,7 @@ class ServedModel(BaseModel):
     dtype: str
     max_model_len: int
     no_lens: str | None = Field(description="why this model has no lens; null if it has one")
-    limits: dict[str, float | None] = Field(description="the limits of one caller's requests and stored objects")
+    limits: dict[str, int | float | None] = Field(description="the limits of one caller's requests and stored objects")
 
 
 class SiteCard(BaseModel):

@@ -19,6 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from patchclamp import studies
 from patchclamp.errors import MissingSource, PatchclampError, ProgramError, UnsupportedStudy, near
+from patchclamp.language.program import parse_json
 from patchclamp.lm import LM
 from patchclamp.serve.bodies import read_body
 from patchclamp.serve.capture_files import StoppedResponse, data_event
@@ -26,7 +27,7 @@ from patchclamp.serve.routes import caller, hear
 from patchclamp.serve.schema import ERRORS, STUDIES, StudyCard, StudyList, error_object
 from patchclamp.serve.server_state import ClientWork, Front
 from patchclamp.studies.grid import GridPlan
-from patchclamp.studies.inputs import Column
+from patchclamp.studies.inputs import Column, labelled
 from patchclamp.studies.metric import Spread
 from patchclamp.studies.study import REQUIRED, Reporter, Study, StudyField, json_of
 from patchclamp.studies.sweep_result import Cell, Pair, Sweep
@@ -78,8 +79,9 @@ def schema_of(kind: type[Study]) -> dict[str, Any]:
 def read_study(front: Front, kind: type[Study], body: bytes) -> tuple[Study, str | None]:
     """Read a body's study, and its `resume` name or None. Raises `ProgramError` or a subclass if it is invalid."""
     try:
-        asked = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        parse_json(body)  # refuses duplicate keys
+        asked = msgspec.json.decode(body)  # refuses numbers that are not finite
+    except (ProgramError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProgramError(f"expected JSON: {error}", "body") from None
     if not isinstance(asked, dict):
         raise ProgramError(f"expected an object, got {type(asked).__name__}", "body")
@@ -288,8 +290,9 @@ def _side_by_side(of: Sweep | Pair) -> dict[str, Any]:
 
 
 def _summary(sweep: Sweep) -> dict[str, Any]:
-    best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label, "positions": cell.column.corrupt,
-             "value": cell.value} for cell in sweep.best(5)]  # fmt: skip
+    best = [{"site": cell.panel, "layer": cell.layer, "label": cell.column.label,
+             "positions": labelled(cell.column, sweep.patched, bool(sweep.corrupt_tokens)), "value": cell.value}
+            for cell in sweep.best(5)]  # fmt: skip
     blocks = [{"site": sweep.rows[block.rows[0]].panel, "layers": [sweep.rows[r].layer for r in block.rows],
                "columns": block.columns, "value": block.value} for block in getattr(sweep, "blocks", ())]  # fmt: skip
     return {"noise_floor": sweep.noise_floor, "best": best, "blocks": blocks}

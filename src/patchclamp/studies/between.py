@@ -132,13 +132,12 @@ class Proposal(StudyResult, Generic[Proposed], frozen=True, eq=False, kw_only=Tr
         parts: list[str] = []
         kinds: dict[Verified, str] = {"best": "largest estimates", "sampled": "others, drawn at random"}
         for which, name in kinds.items():
-            number = len(self._pairs(which)[0])
-            if number:
-                parts.append(f"r {style.number(self.pearson(which))}, ρ {style.number(self.spearman(which))} "
+            number, pearson = len(self._pairs(which)[0]), self.pearson(which)
+            if np.isfinite(pearson):
+                parts.append(f"r {style.number(pearson)}, ρ {style.number(self.spearman(which))} "
                              f"over the {number} {name}")  # fmt: skip
-        return (
-            f"{count} outlined cells were patched exactly. Estimates and exact effects correlate: {'; '.join(parts)}."
-        )
+        patched = f"{count} outlined cell{'s were' if count > 1 else ' was'} patched exactly."
+        return f"{patched} Estimates and exact effects correlate: {'; '.join(parts)}." if parts else patched
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:

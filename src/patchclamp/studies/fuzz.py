@@ -253,12 +253,14 @@ class FuzzSweepResult(StudyResult, frozen=True, eq=False, kw_only=True):
             lines = (self._share("refused", self.refused),)
             charts.append(Chart("Refusals", "share of answers", lines, y_range=(-0.02, 1.02), note=SHARES))
         (prompts, _, seeds), temperature = self.exact.shape, self.sampling.get("temperature")
+        counts = [f"{count} {noun}{'s' if count > 1 else ''}" for count, noun in (
+            (prompts, "prompt"), (seeds, "seed"), (self.max_tokens, "token"))]  # fmt: skip
         sampled = f"sampled at temperature {temperature:g}" if temperature else "greedy"
         return Curves(
             title="Answers under increasing noise", x_label="noise strength", charts=tuple(charts), x_log=True,
             provenance=self.provenance.where,
-            notes=(f"{prompts} prompts{' as chats' if self.chat else ''}, {seeds} seed{'s' if seeds > 1 else ''}, "
-                   f"{self.max_tokens} tokens, {sampled}; {self.noise}.",),
+            notes=(f"{counts[0]}{' as chats' if self.chat else ''}, {counts[1]}, {counts[2]}, {sampled}; "
+                   f"{self.noise}.",),
         )  # fmt: skip
 
     def _quartiles(self, label: str, values: np.ndarray) -> Curve:

@@ -280,8 +280,11 @@ class GridPlan:
     open: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.columns: tuple[Column, ...] = inputs.same_columns([case.columns for case in self.cases])
         self.written: Side = "corrupt" if self.direction == "denoising" else "clean"
+        self.columns: tuple[Column, ...] = inputs.same_columns(
+            [case.columns for case in self.cases], self.written, bool(self.cases[0].corrupt.ids),
+            [len(case.side(self.written).ids) for case in self.cases],
+        )  # fmt: skip
         self.read: Side = "clean" if self.direction == "denoising" else "corrupt"
         self.draws: int = 1
         self.seeds = self.seeds or (self.seed,)

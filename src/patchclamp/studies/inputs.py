@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from patchclamp.errors import PatchclampError, ProgramError, TokensError, Unsupp
 from patchclamp.language import Op, Program, Range, Site
 from patchclamp.language import prompt as whole_prompt
 from patchclamp.language.ops import MAX_TOP
+from patchclamp.language.program import from_dict, parse_json
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import SPECS, At, parse_edited_site, parse_site
 from patchclamp.language.structs import PublicStruct
@@ -250,24 +250,38 @@ def _selections(positions: Any, number: int, count: int) -> list[tuple[str | Non
     return [(None, selection, f"positions[{i}]") for i, selection in enumerate(several)]
 
 
-def same_columns(columns: Sequence[Sequence[Column]]) -> tuple[Column, ...]:
-    """Merge several pairs' columns into the grid's columns. A label that differs between pairs becomes the position.
+def labelled(column: Column, patched: str, has_corrupt: bool) -> tuple[int, ...]:
+    """Return the positions that a column's label names: those of the patched prompt; for attention edges, the keys."""
+    return column.clean if patched == "clean" and (has_corrupt or not column.corrupt) else column.corrupt
+
+
+def same_columns(
+    columns: Sequence[Sequence[Column]], patched: str, has_corrupt: bool, lengths: Sequence[int]
+) -> tuple[Column, ...]:
+    """Merge the columns of several pairs into the grid's. Labels that differ are replaced by the token's position, from
+    the end if only that is the same in all pairs, or by the column's number.
+
+    lengths: tokens of each pair's patched prompt
 
     Raises: `TokensError` if pairs have different numbers of columns.
     """
-    first = columns[0]
     for i, other in enumerate(columns):
-        if len(other) != len(first):
+        if len(other) != len(columns[0]):
             raise TokensError(
-                f"pair {i} has {len(other)} patchable positions, pair 0 has {len(first)}: for prompts of different "
-                "lengths, choose columns with positions=['prompt[-1]', …]",
+                f"pair {i} has {len(other)} patchable positions, pair 0 has {len(columns[0])}: for prompts of "
+                "different lengths, choose columns with positions=['prompt[-1]', …]",
                 "positions",
             )
-    return tuple(
-        column if all(other[p].label == column.label for other in columns)
-        else msgspec.structs.replace(column, label=f"token {', '.join(map(str, column.corrupt))}")
-        for p, column in enumerate(first)
-    )  # fmt: skip
+    merged: list[Column] = []
+    for number, [first, *others] in enumerate(zip(*columns, strict=True)):
+        label = first.label
+        if any(other.label != label for other in others):
+            places = [labelled(column, patched, has_corrupt) for column in (first, *others)]
+            ends = [tuple(p - length for p in place) for place, length in zip(places, lengths, strict=True)]
+            same = next((each[0] for each in (places, ends) if len({*each}) == 1), None)
+            label = f"column {number + 1}" if same is None else f"token {', '.join(map(str, same))}"
+        merged.append(msgspec.structs.replace(first, label=label))
+    return tuple(merged)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -644,13 +658,10 @@ def edits_in(text: str) -> list[Op]:
         text = "\n".join(lines_of(Path(text)))
     if not text.lstrip().startswith(("{", "[")):
         return list(Program.parse(text).edits)
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ProgramError(f"expected an op as JSON, or a .json file, got {text!r:.100}: {error}") from None
+    data = parse_json(text)
     whole = isinstance(data, dict) and "edits" in data
     program = data if whole else {"edits": data if isinstance(data, list) else [data]}
-    read = Program.from_json(json.dumps(program))
+    read = from_dict(program)
     if read.readout_path:
         raise ProgramError("expected edits only, got a capture, whose rows are not returned here", read.readout_path)
     return list(read.edits)

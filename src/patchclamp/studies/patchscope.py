@@ -88,7 +88,7 @@ class PatchscopeResult(StudyResult, frozen=True, eq=False, kw_only=True):
             title=f"Patchscope: {style.quoted(source)} read by another prompt",
             explained=(f"The {self.site} of {style.quoted(source)} takes the place of {style.quoted(target)} in the "
                        f"target prompt{matched}; each cell is the continuation. The unpatched continuation is "
-                       f" {style.quoted(style.shorten(self.plain_text, 60))}."),
+                       f"{style.quoted(style.shorten(self.plain_text, 60))}."),
             provenance=self.provenance.where, prompt=self.target_tokens,
             panels=(GridPanel(
                 name="probability of the first token", row_name="taken from layer",

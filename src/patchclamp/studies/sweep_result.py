@@ -476,9 +476,9 @@ class MetricWords(NamedTuple):
 def metric_words(sweep: Sweep) -> MetricWords:
     """Return the metric in words, with the tokens of the first pair. If pairs differ, the quantity names no tokens."""
     answer, foil = quoted(sweep.answer), quoted(sweep.foil or "")
-    one, other = answer, foil
+    one, difference = answer, f"{answer} − {foil}"
     if len({(pair.answer, pair.foil) for pair in sweep.pairs}) > 1:
-        one, other = "the answer", "the foil"
+        one, difference = "the answer", "answer − foil"
     if sweep.metric not in METRICS:
         return MetricWords(sweep.metric, f"{sweep.metric}(log-probabilities)",
                            f"{sweep.metric} is a function of log-probabilities, given with the study.")  # fmt: skip
@@ -490,7 +490,7 @@ def metric_words(sweep: Sweep) -> MetricWords:
         return MetricWords(f"log-probability of {one}", f"log p({answer} | prompt)", certainty)
     # log-probabilities of answers of several tokens are sums, not logits
     several = any(len(ids or ()) > 1 for pair in sweep.pairs for ids in (pair.answer_ids, pair.foil_ids))
-    quantity = f"{'log-probability' if several else 'logit'} difference {one} − {other}"
+    quantity = f"{'log-probability' if several else 'logit'} difference {difference}"
     if sweep.metric == "recovered":
         delta = f"log p({answer}) − log p({foil})" if several else f"logit({answer}) − logit({foil})"
         back = "brings back" if sweep.direction == "denoising" else "leaves"

@@ -71,12 +71,12 @@ class TopContextsResult(StudyResult, frozen=True, eq=False, kw_only=True):
         rows = [(str(one.feature), style.number(one.values[one.at]), style.visible(one.tokens[one.at]),
                  style.plain("".join(one.tokens))) for one in self.contexts]  # fmt: skip
         active = {one.feature for one in self.contexts}
-        never = [feature for feature in self.features if active and feature not in active]
+        never = [feature for feature in self.features if feature not in active]
         silent = f" Not active in these documents: {', '.join(map(str, never))}." if never else ""
         return TokenGrid(
             title=f"Top contexts of {len(self.features)} features of {self.sae}", provenance=self.provenance.where,
             explained=f"Each row is a context around the token with the feature's largest value, at 0.{silent}",
-            panels=tuple(self._panel(feature) for feature in self.features if feature not in never),
+            panels=tuple(self._panel(feature) for feature in self.features if feature in active or not active),
             table=(("feature", "value", "token", "context"), *rows),
         )  # fmt: skip
 
