@@ -98,7 +98,7 @@ def test_a_variants_edits_come_first(server, local, calm):
     fuzzed = local.run(PROMPT, max_tokens=6, edits=[STEERED, pc.Noise(0.5, at=pc.embed, relative=True, seed=3)])
     response = ask(server, calm, {"vllm_xargs": {"fuzz_strength": 0.5, "fuzz_seed": 3}})
     assert response.choices[0].text == fuzzed.text
-    with pytest.raises(openai.BadRequestError, match=r"edits\[1\].*the first 1 edits"):
+    with pytest.raises(openai.BadRequestError, match=r"edits\[1\].*first edit comes"):
         ask(server, calm, program([pc.Add([1.0], at=pc.embed)]))
 
 
