@@ -58,7 +58,7 @@ class ReadRun(Protocol):
     def private_rows(self, point: int, number: int, name: str) -> tuple[np.ndarray, torch.Tensor | np.ndarray]: ...
     def op_at(self, path: str) -> SiteOp: ...
     def of_attention(self, site: Site | str) -> tuple[Site, str] | None: ...
-    def select(self, tokens: Tokens | str) -> np.ndarray: ...
+    def reached(self, tokens: Tokens) -> np.ndarray: ...
 
 
 class AttentionRead(Mapping[str, AttentionResult]):
@@ -203,10 +203,10 @@ class AttentionRead(Mapping[str, AttentionResult]):
             values_THK, bits = values_THK[..., : op.top], values_THK[..., op.top :]
             keys = np.ascontiguousarray(bits).view(np.int32)
         elif op.spans is not None:
-            chosen = [_range_of(run.select(span)) for span in op.spans]
+            chosen = [_range_of(run.reached(span)) for span in op.spans]
             values_THK = np.stack([values_THK[..., span].sum(-1) for span in chosen], -1)
         else:
-            keys = run.select(op.keys or every)
+            keys = run.reached(op.keys or every)
             if not len(keys):
                 raise TokensError(f"{op.keys}: the selection is empty, so there are no keys", "keys")
             values_THK = values_THK[..., _range_of(keys)]

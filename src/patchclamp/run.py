@@ -690,6 +690,11 @@ class Run:
         """Return the positions of the run that a selection matches, in the selection's order."""
         return self._select(read_tokens(tokens, "tokens"), self.positions_computed)
 
+    def reached(self, tokens: Tokens) -> np.ndarray:
+        """Return `select` without the positions that the run could have reached, but ended before."""
+        chosen = self._select(tokens, max(self._limit, self.positions_computed))
+        return chosen[chosen < self.positions_computed]
+
     def _select(self, tokens: Tokens, limit: int) -> np.ndarray:
         tokenizer = self._owner.engine.tokenizer
         prompt = prompt_of(tokenizer, self.prompt_token_ids, self._text, self._chat, self.images)

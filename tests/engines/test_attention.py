@@ -129,6 +129,25 @@ def test_a_query_that_sees_fewer_keys_than_asked_for_has_fewer(narrow, engine):
 
 
 @BOTH
+def test_keys_that_a_run_ended_before_are_no_keys(narrow, engine):
+    """The sum over them is 0, and the other sums are those of the run that reached them."""
+    lm = narrow.get(engine, "float32")
+    spans = pc.Capture(pc.pattern[1], pc.prompt, spans=["generated[2]", "prompt[0:2]"])
+    [whole] = lm.run([PROMPTS[0]], capture=spans, **NEW)
+    stop = {"stop_token_ids": [whole.token_ids[0]]}
+    [ended] = lm.run(
+        [PROMPTS[0]], capture=[spans, pc.Capture(pc.pattern[2], keys="generated[2]")], max_tokens=4, sampling=stop
+    )
+    assert len(ended.token_ids) == 1
+    assert (ended[pc.pattern[1]][..., 0] == 0).all()
+    torch.testing.assert_close(ended[pc.pattern[1]], whole[pc.pattern[1]], **WITHIN)
+    assert (whole[pc.pattern[1]][..., 1] > 0).all()
+    with pytest.raises(pc.TokensError) as raised:
+        ended[pc.pattern[2]]
+    assert raised.value.path == "keys"
+
+
+@BOTH
 @pytest.mark.parametrize("layers", [1, slice(1, 3)], ids=["a layer", "layers"])
 def test_captures_of_one_site_are_read_by_their_paths(narrow, engine, layers):
     """Of one pattern its largest keys, its sums, and of a head some keys, whichever is last."""
@@ -215,9 +234,14 @@ def test_what_cannot_be_read_says_why(narrow, engine, monkeypatch):
     with pytest.raises(pc.CapacityError, match=r"capture\[1\].tokens: .*pattern of 1 token"):
         lm.run(PROMPTS[0], capture=[pc.Capture(pc.pattern, pc.prompt[-1]), pc.Capture(pc.pattern, pc.prompt[-1])])
     monkeypatch.undo()
-    [run] = lm.run([PROMPTS[0]], capture=pc.Capture(pc.pattern[0], keys="generated[5]"), **NEW)
-    with pytest.raises(pc.TokensError, match="generated\\[5\\]"):
-        run[pc.pattern[0]]
+    for wrong in ("generated[5]", "prompt[99]", pc.span("Rome"), pc.role("user"), pc.token(1 << 20)):
+        for keys, path in (({"keys": wrong}, "keys"), ({"spans": ["prompt", wrong]}, "spans[1]")):
+            with pytest.raises(pc.TokensError) as raised:
+                lm.run(PROMPTS[0], capture=pc.Capture(pc.pattern[0], **keys), **NEW)
+            assert raised.value.path == f"capture[0].{path}"
+        with pytest.raises(pc.TokensError) as raised:
+            lm.run(PROMPTS[0], edits=pc.Knockout(wrong, pc.pattern[0], pc.prompt[-1]), **NEW)
+        assert raised.value.path == "edits[0].keys"
     with pytest.raises(pc.UnsupportedSite, match="8 layers"):
         lm.run(PROMPTS[0], capture=pc.pattern[40])
 

@@ -53,6 +53,21 @@ def read(stream: pc.Stream, run: pc.Run) -> list[pc.Part]:
 
 
 @BOTH
+def test_the_token_that_ends_a_run_is_not_in_its_text(narrow, engine):
+    """As in vLLM, so that one program has one text on both engines."""
+    lm = narrow.get(engine, "float32")
+    whole = lm.run(PROMPTS[1], max_tokens=6, sampling={"ignore_eos": True})
+    for count in (1, 4):
+        end = whole.token_ids[count - 1]
+        kept = whole.token_ids[: whole.token_ids.index(end)]
+        call = {"max_tokens": 6, "sampling": {"stop_token_ids": [end]}, "logprobs": True}
+        run = lm.run(PROMPTS[1], **call)
+        assert (run.token_ids, run.finish_reason) == ([*kept, end], "stop")
+        assert run.text == lm.tokenizer.decode(kept) != lm.tokenizer.decode(run.token_ids)
+        read(lm.stream(PROMPTS[1], **call), run)
+
+
+@BOTH
 def test_parts_are_the_run(narrow, engine):
     lm, at = narrow.get(engine, "float32"), pc.resid_post[6]
     steer = [pc.Add(push(lm), at=pc.resid_post[5], tokens=pc.generated, scale=2.0)]

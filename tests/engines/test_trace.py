@@ -56,6 +56,18 @@ def test_32_prompts_are_one_batch_whose_values_are_each_ones_own(narrow, engine,
         assert gap(again, alone) <= 1e-5
 
 
+@BOTH
+def test_a_cache_of_tokens_that_a_run_ended_before_has_no_rows(narrow, engine):
+    lm, words = narrow.get(engine, "float32"), {"max_tokens": 5}
+    [stop, *_] = lm.run(PROMPTS[0], **words).token_ids
+    with lm.trace(PROMPTS[0], **words, sampling={"stop_token_ids": [stop]}) as t:
+        late, early = (t.cache(pc.resid_post[2], tokens=pc.generated[3] | at) for at in (pc.generated, pc.prompt[-1]))
+    assert len(t.run.token_ids) == 1
+    assert len(late[pc.resid_post[2]]) == 0
+    alone = lm.run(PROMPTS[0], max_tokens=1, capture=[pc.resid_post[2]])
+    assert gap(early[pc.resid_post[2]], alone[pc.resid_post[2]][-1:]) <= 1e-5
+
+
 def test_cached_tokens_are_saved_too(narrow):
     """The prompt ran before, so its first blocks lie in the prefix cache."""
     lm = narrow.get("vllm", "float32")

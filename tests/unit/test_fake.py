@@ -631,3 +631,12 @@ def test_attention_is_refused():
         pytest.raises(pc.UnsupportedSite, match="the fake engine computes no attention"),
     ):
         lm.run("a b", capture=pc.pattern[1], max_tokens=1)
+
+
+def test_a_source_position_that_does_not_exist_has_its_place():
+    lm = pc.LM("fake")
+    clean = lm.run([1, 2, 3], max_tokens=1, capture=[pc.resid_post])
+    for value in (pc.SameRun(pc.resid_post[0], pc.prompt[9]), pc.From(clean, pc.resid_post[0], pc.prompt[9])):
+        with pytest.raises(pc.TokensError) as raised:
+            lm.run([1, 2, 3], max_tokens=1, edits=pc.Add(value, at=pc.resid_post[1], tokens=pc.prompt[-1]))
+        assert raised.value.path == "edits[0].value.position"

@@ -59,6 +59,22 @@ def test_delimiters_of_text():
     assert [(case.positions.tolist(), case.inside) for case in open_end] == [([1, 6, 7], None), ([8, 9], True)]
 
 
+def test_delimiters_of_several_tokens_are_found_in_the_prompt_of_a_run():
+    """Also once tokens are generated, and beside tokens that a condition selects."""
+    text = "<a>1 2</a>"
+    asked = Prompt(
+        [*map(ord, text)], lambda: (text, [(i, i + 1) for i in range(len(text))]), bare=lambda t: [*map(ord, t)]
+    )
+    within, ids = pc.prompt & pc.between("<a>", "</a>"), [*map(ord, text + "21")]
+    assert asked.select(within, len(ids), ids).tolist() == [3, 4, 5]
+    assert asked.select(within | pc.token(ord("2")), len(ids), ids).tolist() == [3, 4, 5, 10]
+    certain, later = asked.cases(within | pc.token(ord("2")), len(ids))
+    assert (certain.positions.tolist(), later.positions.tolist(), later.ids) == ([3, 4, 5], [10, 11], (ord("2"),))
+    for selection in (pc.between("<a>", "</a>"), pc.token(ord("2")) & pc.between("<a>", "</a>")):
+        with pytest.raises(pc.TokensError, match="<a>"):
+            asked.select(selection, len(ids), ids)
+
+
 def test_matches_of_a_delimiter_may_overlap():
     """Two in three line feeds: the later match, after the opening one, closes the span."""
     text = "a\n\n\nQ: 42\n\nb"

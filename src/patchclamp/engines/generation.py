@@ -179,7 +179,9 @@ class OutputWriter:
         return complete_text(self.tokenizer.decode, self.ids)
 
     def _stopped_text(self) -> str:
-        return self.sampler.cut(self._text())
+        """Return the text without what ended it: a stop string, EOS token or stop token. As in vLLM."""
+        ended = self.reason == "stop" and self.ids[-1] in self.sampler.ends
+        return self.sampler.cut(complete_text(self.tokenizer.decode, self.ids[:-1] if ended else self.ids))
 
     def answer(self, computed_from: Cut | None) -> Answer | PatchclampError:
         if self.error is not None:

@@ -138,6 +138,10 @@ class Context(Protocol):
         """Return the first head of the op's site, the number of heads, and the request's number of positions."""
         ...
 
+    def check_keys(self, tokens: Tokens, field: str) -> None:
+        """Raise `TokensError` for a selection of keys that this request cannot have. It is read after the run."""
+        ...
+
     def edges(self, keys: Tokens | Vector, removed: bool = False) -> tuple[tuple[int, int], ...]:
         """Return the key ranges to edit, or () if `keys` is a vector of pattern rows. Drops queries that precede all
         keys. Raises `TokensError` if a selection depends on generated tokens, no query remains, a query loses all its
@@ -182,6 +186,9 @@ def _capture(op: ops.Capture, context: Context) -> Lowered:
     dtype, pool = DTYPES.index(op.dtype), POOLS.index(op.pool) + 1 if op.pool else 0
     if op.at.name in DERIVED:
         first, heads, positions = context.heads()
+        spans = [(f"spans[{i}]", span) for i, span in enumerate(op.spans or ())]
+        for field, tokens in spans if op.keys is None else [("keys", op.keys)]:
+            context.check_keys(tokens, field)
         keys = 0 if op.top else -(-positions // KEYS) * KEYS
         reader = AttentionReader(op.at.name, first, heads, keys)
         return Lowered(Keep(0, context.conditional, reader=reader, top=op.top or 0))
@@ -833,27 +840,28 @@ class _Binder:
                 raise error.under("at") from None
         return self.known.refs[op.at]
 
-    def select(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
-        """Return a selection's cases at a site: first unconditional positions, then those that depend on token ids."""
+    def select(self, tokens: Tokens, ref: SiteRef, field: str = "tokens") -> list[Case]:
+        """Return a selection's cases at a site: first unconditional positions, then those that depend on token ids.
+        Errors have the path `field`."""
         lowest = len(self.prompt.ids) - 1 if self.sites.points[ref.point].rows == "sampled" else 0
         known, key = self._cases_of_prompt, (tokens, lowest)
         if is_positional(tokens):
             known, key = self.known.cases, (tokens, len(self.prompt.ids), self.limit, lowest)
         if key not in known:
-            known[key] = self._cases(tokens, ref)
+            known[key] = self._cases(tokens, ref, field)
         return known[key]
 
-    def _cases(self, tokens: Tokens, ref: SiteRef) -> list[Case]:
-        self.check_ids(tokens, "tokens")
+    def _cases(self, tokens: Tokens, ref: SiteRef, field: str) -> list[Case]:
+        self.check_ids(tokens, field)
         sampled = self.sites.points[ref.point].rows == "sampled"
         try:
             cases = self.prompt.cases(tokens, self.limit, len(self.prompt.ids) - 1 if sampled else 0)
         except PatchclampError as error:
-            raise error.under("tokens") from None
+            raise error.under(field) from None
         for case in cases:
             if case.positions.size and case.positions.max() >= self.limit:
                 last = case.positions.max()
-                raise TokensError(f"{tokens}: position {last} is out of range (0..{self.limit - 1})", "tokens")
+                raise TokensError(f"{tokens}: position {last} is out of range (0..{self.limit - 1})", field)
             if sampled:
                 self._check_sampled(case.positions)
         return cases
@@ -970,8 +978,16 @@ class _OpBinder:
         first, end = ref.columns or (0, sizes["Q"])
         return first // sizes.d_head, (end - first) // sizes.d_head, self._binder.limit
 
+    def check_keys(self, tokens: Tokens, field: str) -> None:
+        prompt, limit = self._binder.prompt, self._binder.limit
+        self._binder.check_ids(tokens, field)
+        try:
+            prompt.select(tokens, limit, [*prompt.ids, *[-1] * (limit - len(prompt.ids))])
+        except PatchclampError as error:
+            raise error.under(field) from None
+
     def edges(self, keys: Tokens | Vector, removed: bool = False) -> tuple[tuple[int, int], ...]:
-        cases = [] if isinstance(keys, Vector) else self._binder.select(keys, self._refs[0])
+        cases = [] if isinstance(keys, Vector) else self._binder.select(keys, self._refs[0], "keys")
         for field, case in (("tokens", self._case), *(("keys", case) for case in cases)):
             if case.ids or case.inside is not None or not case.alone:
                 raise TokensError(
@@ -1141,7 +1157,7 @@ class _OpBinder:
 
     def _own_positions(self, tokens: Tokens, ref: SiteRef) -> np.ndarray:
         """Return a selection's source positions, in order. Raises `ShapeError` if they depend on generated tokens."""
-        cases = self._binder.select(tokens, ref)
+        cases = self._binder.select(tokens, ref, "position")
         if len(cases) != 1 or not cases[0].alone or not (self._case.alone or len(cases[0].positions) == 1):
             raise ShapeError(f"expected fixed positions; {tokens} depends on generated tokens", "position")
         return cases[0].positions
@@ -1149,9 +1165,11 @@ class _OpBinder:
     def _source_positions(self, tokens: Tokens, run: str, source: SourceRun) -> np.ndarray:
         selected = self._binder.known.selected
         if (tokens, run) not in selected:
-            positions = source.select(tokens)
             self._binder.check_ids(tokens, "position")
-            selected[tokens, run] = positions
+            try:
+                selected[tokens, run] = source.select(tokens)
+            except PatchclampError as error:
+                raise error.under("position") from None
         positions = selected[tokens, run]
         if len(positions) != 1 and not self._case.alone:
             raise ShapeError(

@@ -65,24 +65,38 @@ class Prompt(msgspec.Struct):
         lowest: as in `cases`
         """
         token = np.asarray((self.ids if ids is None else ids)[:limit], np.int64)
+        spelled = [each for leaf in leaves(tokens) if isinstance(leaf, Between)
+                   for each in (leaf.opening, leaf.closing) if self._token_of(each) is None]  # fmt: skip
+        later = np.arange(len(self.ids), len(token)) if spelled else np.zeros(0, np.int64)
 
-        def match(leaf: TokenIds | Between) -> np.ndarray:
-            return self._inside(leaf, token) if isinstance(leaf, Between) else np.flatnonzero(np.isin(token, leaf.ids))
+        def matching(beyond: np.ndarray) -> np.ndarray:
+            """Return the positions; generated tokens at `beyond` are between delimiters that have several tokens."""
 
-        return self._select(tokens, limit, match, lowest)
+            def match(leaf: TokenIds | Between) -> np.ndarray:
+                if isinstance(leaf, TokenIds):
+                    return np.flatnonzero(np.isin(token, leaf.ids))
+                if len(later) and not {leaf.opening, leaf.closing}.isdisjoint(spelled):
+                    return np.concatenate([self._inside(leaf, token[: len(self.ids)]), beyond])
+                return self._inside(leaf, token)
+
+            return self._select(tokens, limit, match, lowest)
+
+        chosen = matching(later[:0])
+        if len(later) and not np.array_equal(chosen, matching(later)):
+            self.one_token(spelled[0], tokens)
+        return chosen
 
     def _inside(self, between: Between, token: np.ndarray) -> np.ndarray:
         """Mark the tokens between two delimiters, [T]."""
-        opening, closing = (self._delimiter(each, token, between) for each in (between.opening, between.closing))
+        opening, closing = (self._delimiter(each, token) for each in (between.opening, between.closing))
         at, delimiter = np.arange(len(token)), opening | closing
         last = np.maximum.accumulate(np.where(delimiter, at, 0))  # the latest delimiter up to each position
         return at[opening[last] & ~delimiter]
 
-    def _delimiter(self, delimiter: str | int, token: np.ndarray, selection: object) -> np.ndarray:
+    def _delimiter(self, delimiter: str | int, token: np.ndarray) -> np.ndarray:
         """Mark the tokens of a delimiter, [T]."""
-        known = self._token_of(delimiter)
-        if known is not None or len(token) > len(self.ids):
-            return token == self.one_token(delimiter, selection)
+        if (known := self._token_of(delimiter)) is not None:
+            return token == known
         text, offsets = self.spell()
         matches = len(TextSpan(str(delimiter)).starts(text))
         spans = [TextSpan(str(delimiter), i).find(offsets, text) for i in range(matches)]
@@ -113,6 +127,11 @@ class Prompt(msgspec.Struct):
         if len(spans) > 1:
             raise TokensError(f"{tokens}: expected one pair of delimiters for generated tokens, got {len(spans)}")
         of_sides = {inside: self._cases(tokens, limit, lowest, inside) for inside in (True, False)}
+        inside, outside = (
+            [(case.positions.tolist(), case.ids, case.others) for case in cases] for cases in of_sides.values()
+        )
+        if inside == outside:  # such as prompt & between(...) | token(...)
+            return of_sides[False]
         certain = np.intersect1d(of_sides[True][0].positions, of_sides[False][0].positions)
         conditional = [
             msgspec.structs.replace(case, positions=positions, alone=False, inside=inside)

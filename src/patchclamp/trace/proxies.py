@@ -1043,10 +1043,7 @@ def rows_of(entry: Entry, run: Run, path: str) -> torch.Tensor:
     """Return the rows that a run captured for a read (at `path` in its program), in the shape of the read's spot."""
     captured = torch.as_tensor(run.read(path, copy=False))
     index = {position: row for row, position in enumerate(run.positions(path))}
-    try:
-        order = [index[p] for p in run.select(entry.op.tokens).tolist() if p in index]
-    except TokensError:  # a position that the run did not reach
-        order = []
+    order = [index[p] for p in run.reached(entry.op.tokens).tolist() if p in index]
     rows = captured if order == list(range(len(captured))) else captured[order]
     if not len(rows) and run.finish_reason is None:
         raise MissingSource(f"{entry.spot} is not available yet: the stream has {len(run.token_ids)} tokens so far")
@@ -1088,7 +1085,7 @@ class Cache(Mapping[str, torch.Tensor]):
     def fill(self, run: Run | None) -> None:
         """Store the run's rows at the cache's sites and tokens; other ops may capture more positions of a site."""
         assert run is not None
-        wanted, rows = run.select(self.tokens), {}
+        wanted, rows = run.reached(self.tokens), {}
         for name, captured in self.recording.lm.fetch([run], self.sites, copy=False)[0].items():
             chosen = np.flatnonzero(np.isin(run.positions(name), wanted))
             tensor = torch.as_tensor(captured)
