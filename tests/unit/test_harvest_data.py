@@ -181,6 +181,9 @@ def test_numpy_maps_what_is_stored(data, wide):
         data.array(SITES[0], "shard-0000-00009")
     with pytest.raises(pc.UnknownName, match="unknown site in this harvest 'embed'"):
         data.array("embed")
+    with pytest.raises(pc.ProgramError, match="one of") as raised:
+        list(data.blocks())
+    assert raised.value.path == "site"
 
 
 def test_torch_reads_rows_by_number(data, wide):

@@ -272,6 +272,7 @@ class TestWords:
     def test_signed_and_percent(self):
         assert (style.signed(0.5), style.signed(-0.5)) == ("+0.50", "−0.50")
         assert (style.percent(0.931), style.percent(-0.1), style.percent(None)) == ("93 %", "−10 %", "–")
+        assert (style.percent(-0.0), style.percent(-1e-6), style.percent(-0.004)) == ("0 %", "0.0 %", "−0.4 %")
         assert [*map(style.percent, (0.0, 0.0094, -0.004, 0.0999))] == ["0 %", "0.9 %", "−0.4 %", "10 %"]
 
     @pytest.mark.parametrize(("numbers", "text"), [((3,), "3"), ((3, 4, 5), "3–5"), ((3, 7), "3, 7")])

@@ -97,7 +97,7 @@ def percent(part: float | None) -> str:
     """Format a fraction as a percentage, with one decimal below 10 %; None as a dash."""
     if part is None:
         return "–"
-    return f"{100 * part:.{int(0 < abs(part) < 0.0995)}f} %".replace("-", "−")
+    return f"{100 * part:z.{int(0 < abs(part) < 0.0995)}f} %".replace("-", "−")
 
 
 def tick(value: float) -> str:

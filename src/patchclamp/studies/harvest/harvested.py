@@ -257,7 +257,9 @@ class Harvested:
 
     def _site(self, name: str | None, path: str = "site") -> StoredSite:
         sites = {site.name: site for site in self.manifest.recipe.sites}
-        if name is None and len(sites) == 1:
+        if name is None:
+            if len(sites) > 1:
+                raise ProgramError(f"expected one of this harvest's sites: {', '.join(sites)}", path)
             return next(iter(sites.values()))
         if str(name) not in sites:
             raise unknown("site in this harvest", str(name), sites, path)
