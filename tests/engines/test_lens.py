@@ -485,8 +485,11 @@ def test_weights_that_are_not_the_live_models_are_found_out(tmp_path, monkeypatc
         with pytest.raises(pc.ModelError, match=r"logits .* readout='engine'"):
             logit_lens(lm, IDS, readout="weights")
         assert logit_lens(lm, IDS).readout == "device"
+        unembed = lm.engine._unembed
         with monkeypatch.context() as patch:
-            patch.setattr(lm.engine, "unembeds", False)
+            patch.setattr(lm.engine, "_unembed", lambda rows_ND: 1.1 * unembed(rows_ND))
+            with pytest.raises(pc.ProgramError, match=r"differ by .* readout='weights'"):
+                logit_lens(lm, IDS, readout="device")
             lens = logit_lens(lm, IDS)
         assert lens.readout == "engine"
         assert "do not reproduce" in lens.about

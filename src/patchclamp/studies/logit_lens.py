@@ -28,8 +28,8 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
+from patchclamp.proving import prove_lens
 from patchclamp.run import Run
-from patchclamp.sites.map import LENS
 from patchclamp.studies import inputs
 from patchclamp.studies.metric import single_token
 from patchclamp.studies.readout import LAST, MAX_FLOATS, Way, readout_of
@@ -206,9 +206,9 @@ class LogitLens(Study):
     labels: inputs.Labels = None
     """Names of the rows of `unembedding`."""
     readout: Way | None = None
-    """device: the model's own norm and unembedding compute the logits where it runs, in its dtype; weights: its weights
-    do so on the host in fp32, verified on the live model; engine: one request per cell. By default the first of these
-    that works; the device neither translates nor takes another unembedding."""
+    """device: apply the model's own norm and unembedding on its device, in its dtype; weights: apply its weights on the
+    host, in fp32; engine: one request per cell. By default the first that is supported and reproduces the model's
+    logits; device supports neither translators nor another unembedding."""
 
     def _run(
         self, lm: LM, *, show_progress: inputs.Progress = None, resume: inputs.ResumeFile = None
@@ -268,7 +268,7 @@ class LogitLens(Study):
             name: np.concatenate([part[name].array() for part in parts], 1) for name in LENS_VALUES
         }
         if not np.isfinite(measured["entropy"]).all():
-            raise NotFinite(f"the lens at {at.name} is not finite, because captured rows are not finite")
+            raise NotFinite(f"the lens at {at.name} has non-finite logits: use bfloat16 or float32 if rows overflow")
         ids = sorted({*chosen, *np.unique(measured["top_ids"]).tolist()})
         texts = names or lm.tokenizer.token_strings(ids)
         texts = {token: texts[token if names else i] for i, token in enumerate(ids)}
@@ -286,14 +286,15 @@ class LogitLens(Study):
         )  # fmt: skip
 
     def _on_device(self, lm: LM) -> bool:
-        """True if the engine reads the streams. Raises `ProgramError` if it was asked to, and cannot."""
+        """True if the engine unembeds the streams. Raises `ProgramError` if `readout="device"` is not possible."""
         if self.readout not in ("device", None):
             return False
-        why = lm.sites.withdrawn.get(LENS, "")
         if not lm.engine.unembeds:
-            why = f"the {lm.model.engine} engine does not unembed rows on its device"
+            why = f"the {lm.model.engine} engine does not unembed streams on its device"
         elif self.translators is not None or self.unembedding is not None:
-            why = "the device neither translates nor takes another unembedding"
+            why = "translators= and unembedding= are not supported on the device"
+        else:
+            why = prove_lens(lm).note
         if why and self.readout == "device":
             raise ProgramError(f"{why}: use readout='weights'", "readout")
         return not why
