@@ -168,8 +168,8 @@ def test_fused_equals_reference_bit_for_bit(step):
 
 
 def carried(largest: float, into: np.ndarray, out: np.ndarray) -> float:
-    """What a row's errors so far, in proportion to its largest number, become in products that are summed into it again.
-    A row that cancelled large numbers is small, but its errors are not."""
+    """Propagate a row's rounding errors through h + out · (into · h). They are proportional to the largest number so far:
+    a row in which large numbers cancelled is small, but its errors are not."""
     return largest * (np.abs(out).T @ np.abs(into)).sum(1).max()
 
 

@@ -324,7 +324,7 @@ class Monitor(msgspec.Struct, frozen=True):
 
     @property
     def weight(self) -> np.ndarray:
-        """The numbers of draft tokens proposed and accepted for a request in speculative decoding."""
+        """The probe's weight W, [k, D]."""
         assert isinstance(self.probe.weight, Vector)
         return self.probe.weight.rows()
 

@@ -92,9 +92,10 @@ LENS_VALUES = {
 
 @torch.inference_mode()
 def lens_values(logits_GPV: torch.Tensor, top: int, chosen: Sequence[int]) -> dict[str, np.ndarray]:
-    """Describe next-token distributions at P positions, first the model's own, then those of G − 1 layers: the `top`
-    likeliest tokens and their probabilities [G − 1, P, K], the chosen tokens' ranks (0: the likeliest) and
-    log-probabilities [G − 1, P, C], KL(model's ‖ layer's) and entropy, in nats [G − 1, P]."""
+    """Summarize the next-token distributions of G − 1 layers at P positions. `logits_GPV` has the model's own logits,
+    then each layer's. Returns the `top` likeliest tokens and their probabilities [G − 1, P, K], the ranks (0: the
+    likeliest) and log-probabilities of the tokens `chosen` [G − 1, P, C], and KL(model ‖ layer) and entropy in nats
+    [G − 1, P]."""
     found: list[list[torch.Tensor]] = [[] for _ in LENS_VALUES]
     logits_GPV, chosen_C = logits_GPV.float(), torch.tensor(chosen, dtype=torch.int64, device=logits_GPV.device)
     model_PV = logits_GPV[0] - logits_GPV[0].logsumexp(-1, keepdim=True)
@@ -123,7 +124,7 @@ def read_streams(
     parts, positions = [], max(MAX_LOGITS // 2 // d_vocab // len(streams), 1)
     for index in torch.tensor(rows).split(positions):
         rows_ND = torch.cat([stream[index.to(stream.device)].to(device).float() for stream in streams])
-        if (logits_NV := unembed(rows_ND)) is not None:  # every worker takes part in every product
+        if (logits_NV := unembed(rows_ND)) is not None:  # every worker joins each product
             parts.append(lens_values(logits_NV.unflatten(0, (len(streams), -1)), top, chosen))
     return {name: np.concatenate([part[name] for part in parts], 1) for name in LENS_VALUES} if parts else None
 

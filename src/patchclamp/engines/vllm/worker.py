@@ -592,7 +592,7 @@ class Attached:
 
     @contextmanager
     def _captures_to_unembed(self, wanted: list[Wanted]) -> Iterator[list[tuple[np.ndarray, torch.Tensor]]]:
-        """Yield captures, of other workers too, while logits are not those of the engine's step."""
+        """Yield captures, including other workers'. Logits computed inside the context do not belong to a step."""
         if self._config.lora_config is not None:
             raise UnsupportedSite("lenses are not supported with adapters: start the engine without enable_lora")
 
