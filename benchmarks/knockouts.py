@@ -1,5 +1,5 @@
 """Time knockouts of 64 edges into a prompt's last token against eager attention of Transformers in one batch, with a
-mask for each edge, and compare the log-probabilities.
+mask for each edge, and compare the log-probabilities. As requests, and graded, in batches on a GPU.
 
     python benchmarks/knockouts.py [--model MODEL] [--rounds 5]
 
@@ -42,6 +42,9 @@ def main() -> None:
     def patchclamp(ids: list[int]) -> list[float]:
         return [run.scores[TOKEN] for run in lm.run([ids] * CELLS, edits=edits, score=[TOKEN], max_tokens=1)]
 
+    def graded(ids: list[int]) -> list[float]:
+        return lm.grade(ids, edits, score=[TOKEN]).logprobs[:, 0].tolist()
+
     def eager(ids: list[int]) -> list[float]:
         masks = torch.full((length, length), -torch.inf, dtype=dtype, device=device).triu(1).repeat(CELLS, 1, 1, 1)
         masks[torch.arange(CELLS), 0, -1, torch.tensor(keys)] = -torch.inf
@@ -51,17 +54,18 @@ def main() -> None:
         return logits[:, 0].float().log_softmax(-1)[:, TOKEN].tolist()
 
     draw, gaps = np.random.default_rng(0), list[float]()
-    times: dict[str, list[float]] = {"patchclamp": [], "eager": []}
+    times: dict[str, list[float]] = {"patchclamp": [], "graded": [], "eager": []}
     for number in range(asked.rounds + 1):
         ids, found = draw.integers(100, lm.model.d_vocab - 100, length).tolist(), list[list[float]]()
-        for run in (patchclamp, eager):
+        for run in (patchclamp, graded, eager):
             begin = time.perf_counter()
             found.append(run(ids))
             times[run.__name__] += [time.perf_counter() - begin] if number else []
-        gaps.append(float(np.abs(np.subtract(*found)).max()))
-    ratio = statistics.median(a / b for a, b in zip(*times.values(), strict=True))
+        gaps.append(float(np.abs(np.subtract(found[:2], found[2])).max()))
     told = {name: round(statistics.median(taken), 4) for name, taken in times.items()}
-    print(json.dumps({**told, "ratio": round(ratio, 3), "largest gap": max(gaps)}))
+    ratios = {f"{name} / eager": round(statistics.median(a / b for a, b in zip(times[name], times["eager"], strict=True)), 3)
+              for name in ("patchclamp", "graded")}  # fmt: skip
+    print(json.dumps({**told, **ratios, "largest gap": max(gaps), "route": lm.grade([1, 2, 3], edits[:1]).route}))
     lm.close()
 
 

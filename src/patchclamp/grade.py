@@ -23,7 +23,7 @@ from patchclamp.errors import PatchclampError, ProgramError, TokensError, as_pat
 from patchclamp.language import Program
 from patchclamp.language.values import as_items
 from patchclamp.plan.bind import Bindings, Code, code_numbers
-from patchclamp.plan.bound import BoundOp, BoundProgram, Keep, PositionRange, RunCode
+from patchclamp.plan.bound import Attended, BoundOp, BoundProgram, Keep, PositionRange, RunCode, with_removed_keys
 from patchclamp.plan.cuts import MIN_SHARED
 from patchclamp.plan.prompt import Prompt
 from patchclamp.sites.map import LENS
@@ -74,11 +74,11 @@ def read_top(top: Any) -> int:
 
 
 def bound_job(
-    name: str, prompt: Prompt, programs: Iterable[Any], scores: Sequence[Sequence[tuple[tuple[int, ...], int]]],
-    max_tokens: int, kl: bool, top: int, bindings: Bindings,
+    engine: Engine, name: str, prompt: Prompt, programs: Iterable[Any],
+    scores: Sequence[Sequence[tuple[tuple[int, ...], int]]], max_tokens: int, kl: bool, top: int, bindings: Bindings,
 ) -> GradeJob:  # fmt: skip
-    """Bind programs to a prompt and return the grading job. Error paths begin with the program's path. `scores`: as in
-    `sequences_of`."""
+    """Bind programs to a prompt and return a grading job for the engine. Error paths begin with the program's path.
+    `scores`: as in `sequences_of`."""
     vectors: dict[str, np.ndarray] = {}
     code: dict[int, Code] = {}
     sources: dict[str, SourceRun] = {}
@@ -97,8 +97,14 @@ def bound_job(
         code |= binding.code
         sources |= {source.key: source for source in binding.sources}
     suffixes, terms = sequences_of(scores)
-    return GradeJob(name, list(prompt.ids), len(bound), suffixes, terms, bindings.cells_of(read, bound, max_tokens),
-                    bound.__getitem__, kl, top, refused_of(bound), vectors, code, tuple(sources.values()))  # fmt: skip
+    batched = list(bound)
+    for i, each in enumerate(bound):
+        if each is not None and any(isinstance(op.action, Attended) for op in each.ops) and engine.removes_keys:
+            batched[i] = with_removed_keys(each, engine.sites)
+    refused = refused_of(batched)
+    batched = [None if i in refused else each for i, each in enumerate(batched)]
+    return GradeJob(name, list(prompt.ids), len(bound), suffixes, terms, bindings.cells_of(read, batched, max_tokens),
+                    bound.__getitem__, kl, top, refused, vectors, code, tuple(sources.values()))  # fmt: skip
 
 
 class _ByRequests:

@@ -63,7 +63,7 @@ from patchclamp.language import Capture, Probe, Program, Site, every
 from patchclamp.language import prompt as prompt_tokens
 from patchclamp.language.conditions import ProbeCondition
 from patchclamp.language.dictionaries import PRECISIONS
-from patchclamp.language.ops import Scale
+from patchclamp.language.ops import Knockout, Scale
 from patchclamp.language.probes import activated
 from patchclamp.language.sae import SAE
 from patchclamp.language.site import DERIVED, is_stacked, parse_site
@@ -403,7 +403,8 @@ class LM:
         if prompt.expanded is not None:
             raise ProgramError("grading prompts with images is not supported", "prompt")
         given = prompt_of(self.tokenizer, prompt.ids, prompt.text, prompt.chat, [])
-        return bound_job(self.engine.run_prefix + _key(), given, programs, scores, longest, kl, top, bindings)
+        name = self.engine.run_prefix + _key()
+        return bound_job(self.engine, name, given, programs, scores, longest, kl, top, bindings)
 
     def grade_job(
         self, prompt: Sequence[int], programs: Sequence[Any], scores: list[list[tuple[tuple[int, ...], int]]],
@@ -459,7 +460,11 @@ class LM:
         """Create a job of edited and unedited programs on a random prompt. The third answer has two tokens."""
         ids = np.random.default_rng(0).integers(self.model.d_vocab, size=length).tolist()
         stream = [self.sites.label(point.number) for point in self.sites.points if point.kind == "stream"]
-        edits = [Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)]
+        edits: list[Scale | Knockout] = [
+            Scale(1.5, at=stream[len(stream) // 2], tokens=every[p]) for p in (0, length // 2, length - 1)
+        ]
+        if self.engine.removes_keys and "pattern" in self.sites.names:
+            edits.append(Knockout(keys=every[0], at="pattern", tokens=every[length - 1]))
         terms = [[((), ids[0])], [((), ids[1])], [((), ids[1]), ((ids[1],), ids[0])]]
         return self.grade_job(ids, [[], *edits, []], terms[:scores])
 
@@ -468,7 +473,7 @@ class LM:
     ) -> None:
         """Grade programs in the engine's batches. Programs that it refuses stay ungraded in their tables."""
         try:
-            for i, programs in self.engine.grade([job.without_refused() for job in jobs], tables):
+            for i, programs in self.engine.grade(jobs, tables):
                 tell(i, programs[~np.isin(programs, list(jobs[i].refused))])
         finally:
             for job, table in zip(jobs, tables, strict=True):

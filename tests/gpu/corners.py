@@ -447,6 +447,9 @@ def graded(mode: str, model: str) -> None:
                   for position in range(0, 60, 7)]  # fmt: skip
         lists = [[[pc.Replace(pc.From(source, at), at=at, tokens=[position]), pc.Noise(0.1, at=at, tokens=[position], seed=i)]
                   for i, (at, position) in enumerate(places)] for source in reversed(seen)]  # fmt: skip
+        for programs in lists:  # a kernel removes their keys in batches, too
+            programs += [[pc.Knockout(pc.prompt[layer : layer + 5], pc.pattern[layer], pc.prompt[position])]
+                         for layer in range(lm.model.layers) for position in (40, 59)]  # fmt: skip
         found = lm.grade(prompts, lists, score=[7, 9], kl=True, top=3)
         note(mode, "graded in batches", {each.route for each in found} == {"bulk"}, found[0].route_reason)
         if "tp2" not in mode and not invariant:

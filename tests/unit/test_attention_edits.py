@@ -14,8 +14,11 @@ import patchclamp as pc
 from patchclamp.kernels.attention import AttentionFacts, scores
 from patchclamp.kernels.paged_attention import PagedCache
 from patchclamp.language import Program
-from patchclamp.plan import Prompt, bind
+from patchclamp.plan import Batch, Prompt, bind
+from patchclamp.plan.bound import with_removed_keys
+from patchclamp.plan.cells import Placed, cells_of, place
 from patchclamp.plan.table import record_count
+from patchclamp.plan.verify import verify_cells
 from patchclamp.runtime import Limits, Runtime
 from patchclamp.runtime import attention as edits_of_attention
 from patchclamp.sites import SiteMap, Sizes
@@ -273,6 +276,45 @@ def test_a_graph_is_recorded_before_and_after_the_cache_is_allocated(monkeypatch
     assert "queries" in str(runtime.outcome("request0")[1])
 
 
+@pytest.mark.parametrize("cell", [1, 2])
+def test_graded_programs_remove_keys_in_a_batch(monkeypatch, cell):
+    """As records without a program's requests: one cell has none, and one loses all keys of a query and fails alone."""
+    lengths = [12, 9, 12, 10]
+    runtime, cache, _, positions, draw = _on_kernel(monkeypatch, AttentionFacts(SIZE**-0.5, window=4), 4)
+    told, bound = list[list[dict[str, Any]]](), list[Any]()
+    for number, length in enumerate(lengths):
+        prompt = Prompt(list(range(length)), lambda: ("", []))
+        ops = [pc.Knockout(pc.prompt[length - 3 : length - 1], pc.pattern[0, number], pc.prompt[length - 2 :]),
+               pc.Knockout(pc.prompt[length - 3 + number % 2], pc.pattern[:, 0], pc.prompt[-1])]  # fmt: skip
+        told.append([
+            {"how": "knock", "layers": [0], "heads": [number], "queries": range(length - 2, length),
+             "keys": [length - 3, length - 2]},
+            {"how": "knock", "layers": range(LAYERS), "heads": [0], "queries": [length - 1],
+             "keys": [length - 3 + number % 2]},
+        ])  # fmt: skip
+        if number == 3:
+            ops, told[number] = [pc.Knockout("prompt[5:]", pc.pattern[0], pc.prompt[-1])], []
+        bound.append(None if number == cell else bind(Program.of(ops), "r", prompt, 1, SITES, None))
+        told[number] = [] if number == cell else told[number]
+    cells = cells_of([of and with_removed_keys(of, SITES) for of in bound])
+    verify_cells(cells, {}, LENGTH, SITES)
+    none, begin = np.zeros(len(SITES.points), np.int64), 0
+    placed, slots = Placed(np.zeros((1, 0)), np.zeros((1, 0)), none, none, none), np.zeros(4, np.int64)
+    for group in cells.groups:
+        records, counts = place(group, placed)
+        slots[group.number] = group.number + 1
+        begins = begin + np.arange(len(records)) * records.shape[1]
+        begin += records.size
+        runtime.install_cells(records, counts, slots[group.number], begins)
+    _step(runtime, cache, np.zeros(4, int), np.array(lengths), positions, told, draw, 4, slots)
+    runtime.collect_failures()
+    errors = {number: runtime.cell_errors[slot] for number, slot in enumerate(slots.tolist()) if slot}
+    assert [number for number, error in errors.items() if error is not None] == [3]
+    assert "position 9 sees no key" in str(errors[3])
+    runtime.drop_cells(slots.tolist())
+    assert not runtime.table.removing
+
+
 def _edited(lengths: list[int]) -> tuple[Runtime, _Cache, np.random.Generator]:
     """A runtime in which all requests but the last cut an edge of their last token, and the last scales z by 1."""
     draw = np.random.default_rng(7)
@@ -346,13 +388,18 @@ def test_checks_of_a_step_that_was_not_ended_are_discarded(monkeypatch):
 
 def _step(
     runtime: Runtime, cache: _Cache, begins: np.ndarray, ends: np.ndarray, positions: np.ndarray,
-    told: list[list[dict[str, Any]]], draw: np.random.Generator, window: int,
+    told: list[list[dict[str, Any]]], draw: np.random.Generator, window: int, slots: np.ndarray | None = None,
 ) -> None:  # fmt: skip
-    """One step of all requests: every layer's queries, and its attention, are tapped, and compared with the reference."""
+    """One step of all requests, or of cells in `slots`: every layer's queries, and its attention, are tapped, and compared
+    with the reference."""
     count = ends - begins
     labels = np.concatenate([np.arange(a, b) for a, b in zip(begins, ends, strict=True)])
     positions[: len(labels)] = labels
-    runtime.begin_step(cache.names, np.cumsum(count) - count, begins.astype(np.int32), count, int(count.sum()))
+    first = np.cumsum(count) - count
+    if slots is None:
+        runtime.begin_step(cache.names, first, begins.astype(np.int32), count, int(count.sum()))
+    else:
+        runtime.begin(Batch(slots, first, begins, count, int(count.sum()), None))
     for layer in range(LAYERS):
         [queries] = [point for point in runtime.sites.points if point.kind == ROTATED and point.layer == layer]
         [z] = runtime.sites.resolve(pc.z[layer])

@@ -18,6 +18,7 @@ from patchclamp.plan.bound import (
     BLEND,
     LINEAR,
     PROJECT,
+    REMOVE,
     ROTATE,
     All,
     Attended,
@@ -39,6 +40,7 @@ from patchclamp.plan.bound import (
     RunCode,
     own_key,
     pack_columns,
+    with_removed_keys,
 )
 from patchclamp.plan.cells import CellRecords, Placed, cells_of, place
 from patchclamp.plan.room import bank_sizes
@@ -388,13 +390,13 @@ def cells_and_sizes():
     """One cell for each edit that grading runs in batches, and one of all of them."""
     programs, sizes = [], {}
     edits = [
-        edit
-        for edit in EDITS
-        if not isinstance(edit, pc.Capture) and not re.search("SameRun|between|pattern", str(edit))
-    ]
+        edit for edit in EDITS
+        if isinstance(edit, pc.Knockout)
+        or (not isinstance(edit, pc.Capture) and not re.search("SameRun|between|pattern", str(edit)))
+    ]  # fmt: skip
     for several in [*([edit] for edit in edits), edits]:
         program, own = bound(several)
-        programs.append(program)
+        programs.append(with_removed_keys(program, SITES))
         sizes |= own
     cells = cells_of(programs)
     return cells.take(range(cells.count)), sizes
@@ -551,4 +553,8 @@ def test_no_changed_number_reads_or_writes_beyond_its_own():
                     widths = np.array([point.width for point in SITES.points])[group.point]
                     assert ((records["columns"] >> 16) <= widths).all()
                     assert np.isfinite(records["x"]).all()
+                    removed = records[records["kind"] == REMOVE]
+                    assert (removed["step"] >= 0).all()
+                    assert (removed["value"] < PROMPT + MAX_TOKENS).all()
+                    assert {SITES.points[i].kind for i in group.point[records["kind"] == REMOVE].tolist()} <= {"z"}
     assert refused > 1000

@@ -662,6 +662,11 @@ class Engine(Protocol):
         """The reason why every program is graded as a separate request; "" if `grade` runs programs in batches."""
         return f"the {self.model.engine} engine does not grade in batches"
 
+    @property
+    def removes_keys(self) -> bool:
+        """True if `grade` runs programs that remove keys from attention, as `RemoveKeys` ops."""
+        return False
+
     def job_refusal(self, job: GradeJob) -> str:
         """Return the reason why an engine that grades in batches runs this job as requests; "" if it uses batches."""
         return ""

@@ -20,7 +20,7 @@ from patchclamp.errors import PatchclampError
 from patchclamp.language.structs import PublicStruct
 from patchclamp.plan.bind import Code
 from patchclamp.plan.bound import APPLY, CAPTURE, STORE, TEST, BoundProgram
-from patchclamp.plan.cells import CellRecords, cells_of
+from patchclamp.plan.cells import CellRecords
 from patchclamp.store.named import SourceRun
 
 Term = tuple[int, int, int]
@@ -36,7 +36,8 @@ class GradeJob(msgspec.Struct):
     terms: for each score, the tokens whose log-probabilities it sums: (sequence, offset after the prompt, token)
     kl: True to compute KL(unedited ‖ edited) of the next token
     top: the number of likeliest next tokens to return
-    cells, bound: `cells()` returns all programs as arrays; `bound(i)` returns program i, or None if it has no ops
+    cells, bound: `cells()` returns all programs as arrays, those refused as cells without a program; `bound(i)` returns
+        program i, or None if it has no ops
     refused: the reasons why programs cannot run in batches, by program index
     vectors, code, sources: as in a `Request`
     has_baseline: False to skip grading the prompt without a program
@@ -56,13 +57,6 @@ class GradeJob(msgspec.Struct):
     code: dict[int, Code] = {}
     sources: tuple[SourceRun, ...] = ()
     has_baseline: bool = True
-
-    def without_refused(self) -> GradeJob:
-        """Return the job with its refused programs replaced by empty programs."""
-        if not self.refused:
-            return self
-        bound = [None if number in self.refused else self.bound(number) for number in range(self.count)]
-        return msgspec.structs.replace(self, cells=lambda: cells_of(bound), bound=bound.__getitem__, refused={})
 
 
 class JobPart(NamedTuple):

@@ -19,6 +19,7 @@ import numpy as np
 
 from patchclamp.errors import CapacityError, ProgramError
 from patchclamp.language.dictionaries import FeatureReader
+from patchclamp.language.site import Site
 from patchclamp.sites import SiteMap
 from patchclamp.store.tensors import PROBE
 
@@ -401,6 +402,25 @@ def only_removes_keys(ops: Iterable[BoundOp]) -> bool:
                 return False
             records.update(dict.fromkeys(op.points, len(op.ranges) * len(op.action.keys)))
     return max(records.values(), default=0) <= MAX_REMOVED
+
+
+def removed_keys(op: BoundOp, sites: SiteMap) -> list[BoundOp]:
+    """Return the `RemoveKeys` ops, at `z`, of an op that removes keys from patterns."""
+    assert isinstance(op.action, Attended)
+    layers = [sites.points[point].layer for point in op.points]
+    points = tuple(z.point for layer in layers for z in sites.resolve(Site("z", layer)))
+    return [BoundOp(op.path, RemoveKeys(*keys), points, (), op.ranges, columns=op.columns) for keys in op.action.keys]
+
+
+def with_removed_keys(bound: BoundProgram, sites: SiteMap) -> BoundProgram:
+    """Return the program with its attention edits as `RemoveKeys` ops, which precede all others. A program whose edits
+    do not only remove keys is returned unchanged."""
+    edits = [op for op in bound.ops if isinstance(op.action, Attended)]
+    if not edits or not only_removes_keys(edits):
+        return bound
+    others = [op for op in bound.ops if not isinstance(op.action, Attended)]
+    ops = (*itertools.chain.from_iterable(removed_keys(op, sites) for op in edits), *others)
+    return msgspec.structs.replace(bound, ops=ops)
 
 
 class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):

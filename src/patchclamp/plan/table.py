@@ -691,6 +691,7 @@ class ProgramTable:
         if len(slots):
             self._installed.difference_update(slots)
             self.deciding.difference_update(slots)
+            self.removing.difference_update(slots)
             index = np.array(slots)
             self._acting -= self._acts[index].sum(0)
             self.first[index] = self._acts[index] = 0

@@ -37,6 +37,7 @@ from patchclamp.plan.bound import (
     MAX_RANK,
     NOISE,
     PROJECT,
+    REMOVE,
     ROTATE,
     TEST,
     Action,
@@ -172,6 +173,7 @@ def _check_group(
     match, noise, blend, project, linear = (kind == each for each in (MATCH, NOISE, BLEND, PROJECT, LINEAR))
     normed, rotate, low_rank = kind == ADD_NORMED, kind == ROTATE, kind == LOW_RANK
     gated = low_rank & (x == 0)
+    removes, is_z = kind == REMOVE, np.array([of.kind == "z" for of in sites.points])
     reads = linear | blend | project | normed | rotate | (low_rank & ~gated)
     named = reads & (key >= 0)
     last = value + (stop - start - 1) * step
@@ -179,11 +181,11 @@ def _check_group(
     after = np.roll(match, 1, axis=1)  # preceded by a condition
     same = [each == np.roll(each, 1, axis=1) for each in (start, stop, point)]
     faults = {
-        "unsupported record kind": ~(reads | match | noise | gated),
+        "unsupported record kind": ~(reads | match | noise | gated | removes),
         "points not ascending": np.diff(point, axis=1, prepend=0) < 0,
         f"position out of range (0..{limit - 1})": (start < 0) | (start >= stop) | (stop > limit),
         "columns out of range": (first >= end) | (end > width[point]),
-        "step other than 0 or 1": ~match & (step != 0) & (step != 1),
+        "step other than 0 or 1": ~match & ~removes & (step != 0) & (step != 1),
         "value row out of range": named & ((value < 0) | (value >= 1 << 31) | (last >= rows[key])),
         "wrong value width": named & (size[key] != width[point]),
         "rows sharded differently": named & (shards_read[key] != 0)
@@ -206,6 +208,8 @@ def _check_group(
         & (first * shards[point] // width[point] != (end - 1) * shards[point] // width[point]),
         "non-finite numbers": ~(np.isfinite(x) & np.isfinite(y)),
         "unexpected factor": records["factor"] != 0,
+        "malformed keys": removes
+        & (~is_z[point] | (step < 0) | (value <= step) | (value > limit) | (x != 0) | (y != 0) | (key >= 0)),
         "malformed token ids": match & ((key < 0) | (rows[key] < 1) | (shards_read[key] != 0) | (value != 0)),
         "malformed condition": match & (x != 0) & (x != 1),
         "condition without an edit": after & (match | ~(same[0] & same[1] & same[2])),

@@ -50,11 +50,11 @@ from patchclamp.plan.bound import (
     Keep,
     Noisy,
     PositionRange,
-    RemoveKeys,
     RunCode,
     only_removes_keys,
     own_point,
     pack_columns,
+    removed_keys,
     source_of,
 )
 from patchclamp.plan.room import Placement, resident_name
@@ -619,13 +619,14 @@ class Runtime:
             point, reason, position = word & (1 << 28) - 1, word >> 28 & 3, word >> 32
             if not reason:
                 self.fail([slot], not_finite(self.sites.label(point)))
-            for own in [own for own in self._admitted.values() if own.slot == slot] if reason else ():
-                self.fail([slot], self._attention_error(own, point, reason, position))
+            else:
+                self.fail([slot], self._attention_error(slot, point, reason, position))
 
-    def _attention_error(self, own: _InstalledProgram, point: int, reason: int, position: int) -> PatchclampError:
+    def _attention_error(self, slot: int, point: int, reason: int, position: int) -> PatchclampError:
         """Return the error for keys that could not be removed. `reason`: as in `kernels.paged_attention`."""
         layer = self.sites.points[point].layer
-        path = next(each[0].path for query, each in own.attention.items() if self.sites.points[query].layer == layer)
+        edits = (each for own in self._admitted.values() if own.slot == slot for each in own.attention.items())
+        path = next((of[0].path for query, of in edits if self.sites.points[query].layer == layer), "")  # "": a cell
         if reason & 1:
             return UnsupportedSite("attention output does not equal pattern × values: edit z", path)
         return TokensError(f"the token at position {position} sees no key", path)
@@ -750,10 +751,7 @@ class Runtime:
                     self.keys.facts(point)
                 except UnsupportedSite as error:
                     raise error.under(op.path) from None
-            layers = [self.sites.points[point].layer for point in op.points]
-            points = tuple(z.point for layer in layers for z in self.sites.resolve(Site("z", layer)))
-            for keys in op.action.keys:
-                yield BoundOp(op.path, RemoveKeys(*keys), points, (), op.ranges, columns=op.columns)
+            yield from removed_keys(op, self.sites)
 
     def _code_of_attention(
         self, arrival: Arrival, ops: Sequence[BoundOp], attention: Mapping[int, list[PatternEdit]]

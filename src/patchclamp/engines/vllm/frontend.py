@@ -78,6 +78,7 @@ class BatchFacts(NamedTuple):
     block, blocks: the number of tokens per cache block, and the number of blocks
     groups: the number of layer groups with separate block tables
     rows, sequences: the maximum per batch
+    removes_keys: True if keys can be removed from attention in batches
     """
 
     refusal: str
@@ -86,6 +87,7 @@ class BatchFacts(NamedTuple):
     groups: int
     rows: int
     sequences: int
+    removes_keys: bool
 
     def blocks_of(self, tokens: int) -> int:
         """Return the number of blocks for this many tokens, in all groups."""
@@ -165,6 +167,10 @@ class VllmFrontEnd(Engine):
     @property
     def batch_refusal(self) -> str:
         return refusal_of(self.config) or self._batch_facts.refusal
+
+    @property
+    def removes_keys(self) -> bool:
+        return not self.batch_refusal and self._batch_facts.removes_keys
 
     def job_refusal(self, job: GradeJob) -> str:
         facts, lengths = self._batch_facts, [len(job.prompt) + len(suffix) for suffix in job.suffixes]

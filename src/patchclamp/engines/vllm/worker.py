@@ -247,9 +247,9 @@ class Attached:
         self._bulk: Bulk | None = None
         self._steps_at_batch = 0  # steps with tokens at the last batch of cells
         self._exchange: Exchange | None = None
-        self.runtime.keys = keys = PagedKeys(runner, kind, self.runtime, sites)
+        self.runtime.keys = self._keys = PagedKeys(runner, kind, self.runtime, sites)
         if self.runtime.device.type == "cuda":
-            self._on_cuda(runner, limits, keys)
+            self._on_cuda(runner, limits)
         elif isinstance(self.runtime.step, HostStep):
             self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
         if self._config.lora_config is not None:
@@ -284,7 +284,7 @@ class Attached:
         if monitor is not None and first:
             compat.on_results(runner, monitor.taken)
 
-    def _on_cuda(self, runner: Any, limits: Limits, keys: PagedKeys) -> None:
+    def _on_cuda(self, runner: Any, limits: Limits) -> None:
         from patchclamp.runtime.cuda_step import CudaStep
 
         rows, samples, positions = compat.device_facts(runner, self.kind)
@@ -297,7 +297,7 @@ class Attached:
             runtime.table, runtime.bank, rows, samples, positions, compat.token_ids(runner, self.kind),
             limits.kept_bytes, limits.ring_bytes, pinned,
         )  # fmt: skip
-        step.use_cache(keys.cache, runtime.is_query, keys.is_output)
+        step.use_cache(self._keys.cache, runtime.is_query, self._keys.is_output)
         runtime.use(step)
         self._most_kept = step.max_graph_bytes
         compat.count_memory(runner, runtime.bank.data.nbytes + limits.sae_bytes + step.bytes)
@@ -634,12 +634,14 @@ class Attached:
         """Run cells in batches: return `BatchFacts`' values, or a `Bulk` method's result. While vLLM defers a step's
         sampling until a grammar mask arrives, return `LATER` on all workers: in a batch, they wait for each other."""
         if self._bulk is None:
-            batches = BatchModel(self._runner, self.kind, self.runtime.sites.layers)
+            batches = BatchModel(self._runner, self.kind, self.runtime.sites.layers, self._keys)
             self._bulk = Bulk(self.runtime, batches, self._in_batch, self._await_logits)
         model = self._bulk.model
         if verb == "facts":
             refusal = refusal_of(self._config) or model.refusal
-            return refusal, model.block, model.blocks, model.groups, model.rows, min(model.sequences, model.samples)
+            removes_keys = not refusal and self.runtime.step.removes_keys and self._keys.are_readable
+            sequences = min(model.sequences, model.samples)
+            return refusal, model.block, model.blocks, model.groups, model.rows, sequences, removes_keys
         if verb in ("open", "run") and model.is_busy:
             return LATER
         if verb == "open":

@@ -15,6 +15,8 @@ from patchclamp.kernels.attention import AttentionFacts, scores
 from patchclamp.kernels.transfer import to_device
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from patchclamp.kernels.paged_attention import PagedCache
     from patchclamp.runtime import Runtime
     from patchclamp.sites import SiteMap
@@ -33,6 +35,16 @@ class PagedKeys:
         self.is_output: np.ndarray = np.zeros(len(sites.points), bool)  # the points of attention outputs
         self.is_output[[point.number for point, tap in sites.taps("vllm") if tap.moment == "attention"]] = True
         self._layers: dict[int, tuple[Any, int]] = {}  # by point: the attention layer, and its cache group
+        # by cache group: the block tables of a batch of cells while one is computed, [C, R]
+        self.tables: Sequence[torch.Tensor] | None = None
+
+    @property
+    def are_readable(self) -> bool:
+        """True if the keys of every attention layer can be read."""
+        try:
+            return all(self._layer(int(point)) for point in np.flatnonzero(self.is_output))
+        except UnsupportedSite:
+            return False
 
     def facts(self, point: int) -> AttentionFacts:
         layer, _ = self._layer(point)
@@ -118,6 +130,8 @@ class PagedKeys:
     def _table(self, group: int, requests: int) -> tuple[torch.Tensor, int]:
         """Return a cache group's block table, and the number of positions in a block."""
         spec = self._runner.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+        if self.tables is not None:
+            return self.tables[group], spec.block_size
         if self._kind == "v2":
             return self._runner.block_tables.input_block_tables[group], spec.block_size
         return self._runner.input_batch.block_table[group].get_device_tensor(requests), spec.block_size

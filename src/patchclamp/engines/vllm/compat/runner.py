@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+    from patchclamp.engines.vllm.compat.keys import PagedKeys
+
 V1, V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 _V1, _V2, _WORKER = f"{V1}:GPUModelRunner.", f"{V2}:GPUModelRunner.", "vllm.v1.worker.gpu_worker:Worker."
 seam(_WORKER + "execute_model", "begin a step", "self, scheduler_output")
@@ -563,8 +565,8 @@ class BatchModel:
     pieces: the model's compiled pieces, so a batch may begin at any layer; None if not compiled in pieces
     """
 
-    def __init__(self, runner: Any, kind: str, layers: int) -> None:
-        self._runner, self._kind = runner, kind
+    def __init__(self, runner: Any, kind: str, layers: int, keys: PagedKeys) -> None:
+        self._runner, self._kind, self._keys = runner, kind, keys
         self.pieces: Pieces | None = pieces_of(runner.vllm_config, layers)
         if getattr(runner, "shared_kv_cache_layers", None):  # these read keys of layers before the first one computed
             self.pieces = None
@@ -645,20 +647,25 @@ class BatchModel:
             if hasattr(builder, "use_full_cuda_graph"):  # whose buffers belong to the engine's steps
                 builder.use_full_cuda_graph = False
         try:
-            metadata = self._metadata(begins, rows, count, lengths, tables, slots_GR, position_R)
+            block_tables = [to_device(table.astype(np.int32), device) for table in tables]
+            metadata = self._metadata(begins, rows, count, lengths, block_tables, slots_GR, position_R)
         finally:
             for builder, has_graph in zip(self._builders, self._has_graph, strict=True):
                 if has_graph:
                     builder.use_full_cuda_graph = True
         slot_mapping = build_slot_mappings_by_layer(slots_GR, runner.kv_cache_config)
         within = nullcontext() if self.pieces is None else self.pieces.within(layer, crossing, observe)
-        with within, set_forward_context(metadata, runner.vllm_config, num_tokens=rows, slot_mapping=slot_mapping):
-            return runner.get_model()(
-                input_ids=ids_R, positions=position_R, intermediate_tensors=None, inputs_embeds=None
-            )
+        self._keys.tables = block_tables
+        try:
+            with within, set_forward_context(metadata, runner.vllm_config, num_tokens=rows, slot_mapping=slot_mapping):
+                return runner.get_model()(
+                    input_ids=ids_R, positions=position_R, intermediate_tensors=None, inputs_embeds=None
+                )
+        finally:
+            self._keys.tables = None
 
     def _metadata(
-        self, begins: np.ndarray, rows: int, count: np.ndarray, lengths: np.ndarray, tables: np.ndarray,
+        self, begins: np.ndarray, rows: int, count: np.ndarray, lengths: np.ndarray, tables: list[torch.Tensor],
         slots_GR: torch.Tensor, position_R: torch.Tensor,
     ) -> dict[str, Any]:  # fmt: skip
         from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
@@ -668,8 +675,7 @@ class BatchModel:
             attn_groups=runner.attn_groups, num_reqs=len(count), num_tokens=rows,
             query_start_loc_gpu=to_device(begins, device), query_start_loc_cpu=torch.from_numpy(begins),
             max_query_len=int(count.max()), seq_lens=to_device(lengths, device), max_seq_len=int(lengths.max()),
-            block_tables=[to_device(table.astype(np.int32), device) for table in tables],
-            slot_mappings=slots_GR, kv_cache_config=runner.kv_cache_config,
+            block_tables=tables, slot_mappings=slots_GR, kv_cache_config=runner.kv_cache_config,
             seq_lens_cpu_upper_bound=torch.from_numpy(lengths), positions=position_R,
             is_prefilling=torch.ones(len(count), dtype=torch.bool),
         )  # fmt: skip
