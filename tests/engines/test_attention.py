@@ -13,7 +13,7 @@ import patchclamp as pc
 from patchclamp.language.program import from_dict
 
 from ..models import of_family
-from ..reference.attention import eager, eager_model
+from ..reference.attention import eager, eager_model, edited
 from .conftest import CHUNKED, PROMPTS
 
 BOTH = pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -69,6 +69,49 @@ def test_families_that_only_vllm_reads(name, tmp_path, inspected_here):
             # the GELU of vLLM and of Transformers differ in BLOOM, by 5e-4, and so all later layers
             within = WITHIN if layer == 0 or name != "bloom" else {"atol": 1e-3, "rtol": 0}
             torch.testing.assert_close(run[pc.pattern[layer]], expected_THT, **within)
+
+
+def test_keys_and_values_are_read_from_each_layout_of_vllms_cache():
+    """As its CPU attention writes them; with AMX, 16-bit numbers have a layout of their own."""
+    import vllm._custom_ops as ops
+
+    from patchclamp.engines.vllm.compat.keys import LAYOUTS, of_block
+
+    dtypes, tested = {"vec": torch.float32, "vec16": torch.bfloat16, "amx": torch.bfloat16}, 0
+    for layout in LAYOUTS:
+        if layout == "amx" and not torch.cpu._is_amx_tile_supported():
+            continue
+        for width in (32, 64, 96, 128):
+            cache_RKNE = torch.zeros(3, 2, 2 * 64, width, dtype=dtypes[layout])
+            given = [torch.randn(3 * 64, 2, width).to(cache_RKNE) for _ in range(2)]
+            where = torch.arange(3 * 64)
+            ops.cpu_attn_reshape_and_cache(*given, *cache_RKNE.chunk(2, 2), where, layout, k_scale=1.0, v_scale=1.0)
+            for part, (blocks_RKNE, expected) in enumerate(zip(cache_RKNE.chunk(2, 2), given, strict=True)):
+                found = of_block(blocks_RKNE[None], layout, part)
+                assert torch.equal(found.transpose(2, 3).flatten(0, 2), expected), (layout, width, part)
+                tested += 1
+    assert tested >= 16
+
+
+def test_patterns_and_knockouts_in_bfloat16(tmp_path, inspected_here):
+    """As near to fp32 as rounding allows, on vLLM, with blocks read from a cached prefix, too."""
+    folder = of_family(tmp_path, "llama")
+    net = eager_model(folder)
+    ids = np.random.default_rng(0).integers(3, 300, 70).tolist()
+    options = IDS | {"dtype": "bfloat16", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "block_size": 32}
+    edit = pc.Knockout(pc.prompt[3:9], pc.pattern[1], pc.prompt[20:])
+    with pc.LM(folder, engine="vllm", **options) as lm:
+        seen = pc.Capture(pc.pattern, pc.prompt[64:])
+        plain, again, cut = (lm.run(ids, capture=[seen], edits=of, max_tokens=1) for of in ([], [], edit))
+        assert again.cached_tokens
+        assert torch.equal(plain[pc.pattern], again[pc.pattern])
+        for run, removed in ((plain, None), (cut, {1: [(head, range(20, 70), range(3, 9)) for head in range(4)]})):
+            _, patterns = edited(net, ids, removed)
+            for layer, expected_THT in enumerate(patterns):
+                torch.testing.assert_close(run[pc.pattern[layer]], expected_THT[64:], atol=0.03, rtol=0)
+                torch.testing.assert_close(run[pc.pattern[layer]].sum(-1), torch.ones(6, len(expected_THT[0])))
+        assert cut[pc.pattern[1]][..., 3:9].max() == 0
+        assert (plain[pc.pattern[2]] - cut[pc.pattern[2]]).abs().max() > 0
 
 
 @BOTH

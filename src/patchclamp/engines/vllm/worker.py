@@ -252,9 +252,7 @@ class Attached:
             self._on_cuda(runner, limits)
         elif isinstance(self.runtime.step, HostStep):
             self.runtime.step.token_of_row = compat.token_ids(runner, self.kind)
-            # vLLM's attention uses AMX in 16 bits, which Linux grants on request. oneDNN requests it for products of
-            # several rows; if the first step has one row, the process dies.
-            torch.cpu._init_amx()
+            compat.request_amx()
         if self._config.lora_config is not None:
             lora.prepare(runner)
         hooked = attach_taps(runner.get_model(), sites.taps("vllm"), sites.local().view, around)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from patchclamp.runtime import Runtime
     from patchclamp.sites import SiteMap
 
-LAYOUTS = ("vec", "vec16")  # of keys on a CPU: each block transposed
+LAYOUTS = ("vec", "vec16", "amx")  # of blocks on a CPU, read by `of_block`
 
 
 class PagedKeys:
@@ -107,8 +107,7 @@ class PagedKeys:
         if not cache_RKNE.is_cuda:
             halves = cache_RKNE.view(*cache_RKNE.shape[:2], 2 * cache_RKNE.shape[2], -1)
             found = halves[:, :, part * cache_RKNE.shape[2] :][:, :, : cache_RKNE.shape[2]][blocks]
-            if part == 0:  # each block is [E, N]
-                found = found.reshape(*found.shape[:3], -1, cache_RKNE.shape[2]).transpose(3, 4)
+            found = of_block(found, layer.isa, part)
         else:
             found = cache_RKNE[..., part * layer.head_size :][..., : layer.head_size][blocks]
         return found.transpose(2, 3).flatten(1, 2)[:, :count]
@@ -135,6 +134,16 @@ class PagedKeys:
         if self._kind == "v2":
             return self._runner.block_tables.input_block_tables[group], spec.block_size
         return self._runner.input_batch.block_table[group].get_device_tensor(requests), spec.block_size
+
+
+def of_block(found_BRKNE: torch.Tensor, layout: str, part: int) -> torch.Tensor:
+    """Return keys (part 0) or values of blocks that vLLM's CPU attention keeps in its own layout as [B, R, K, N, E]."""
+    *outer, positions, width = found_BRKNE.shape
+    if layout == "amx":  # tiles of 16 rows and 2 columns, column by column; values are transposed
+        rows, columns = (positions, width) if part == 0 else (width, positions)
+        tiles = found_BRKNE.reshape(*outer, rows // 16, columns // 2, 16, 2).transpose(-3, -2)
+        return tiles.reshape(*outer, rows, columns).transpose(-1, -2 if part else -1)
+    return found_BRKNE if part else found_BRKNE.reshape(*outer, width, positions).transpose(-1, -2)
 
 
 def _unread(layer: Any) -> str:

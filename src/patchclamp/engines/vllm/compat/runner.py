@@ -387,6 +387,12 @@ def without_graph() -> AbstractContextManager[Any]:
     return compiled_variant(active=True, usable=_no_graph)
 
 
+def request_amx() -> None:
+    """Request AMX from Linux, if this CPU has it. vLLM's attention uses it in 16 bits without a request; the process
+    dies unless oneDNN has made one, for a product of several rows."""
+    torch.cpu._init_amx()
+
+
 def on_results(runner: Any, taken: Callable[[int], Callable[[], np.ndarray]]) -> None:
     """Send arrays to the core with a runner's outputs, as their attribute `patchclamp`. `taken(tokens)` is called after
     the forward pass of each step that has tokens; the function that it returns is called once the output is needed."""
