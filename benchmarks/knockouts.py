@@ -63,8 +63,11 @@ def main() -> None:
             times[run.__name__] += [time.perf_counter() - begin] if number else []
         gaps.append(float(np.abs(np.subtract(found[:2], found[2])).max()))
     told = {name: round(statistics.median(taken), 4) for name, taken in times.items()}
-    ratios = {f"{name} / eager": round(statistics.median(a / b for a, b in zip(times[name], times["eager"], strict=True)), 3)
-              for name in ("patchclamp", "graded")}  # fmt: skip
+    ratios = {
+        f"{name} / eager": round(statistics.median(a / b for a, b in zip(taken, times["eager"], strict=True)), 3)
+        for name, taken in times.items()
+        if name != "eager"
+    }
     print(json.dumps({**told, **ratios, "largest gap": max(gaps), "route": lm.grade([1, 2, 3], edits[:1]).route}))
     lm.close()
 

@@ -8,6 +8,7 @@ import torch
 
 import patchclamp as pc
 from patchclamp.language.program import from_dict, to_dict
+from patchclamp.plan.bound import LINEAR, REMOVE, Attended
 
 from ..models import of_family
 from ..reference.attention import eager_model, edited
@@ -346,3 +347,22 @@ def test_an_edge_sweep_has_the_same_edges_in_every_prompt(narrow, engine):
     assert [column.label for column in sweep.columns] == ["a → prompt[3]", "a → prompt[4]", "b → prompt[4]"]
     alone = [pc.studies.edge_sweep(lm, prompt=ids, positions=["prompt[1]"], **options).values for ids in prompts]
     np.testing.assert_allclose(sweep.values[:, :2], np.mean(alone, 0), atol=1e-5)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_graded_programs_that_only_remove_keys_are_cells_if_the_engine_can(narrow, monkeypatch, can):
+    """Requests keep the edits of patterns."""
+    lm = narrow.get("transformers", "float32")
+    monkeypatch.setattr(type(lm.engine), "removes_keys", can)
+    cut = pc.Knockout(pc.prompt[0, 2], pc.pattern[0:2, 1], pc.prompt[-1])
+    scaled, zero = pc.Scale(0.5, pc.pattern[0], pc.prompt[-1], keys=pc.prompt[1]), pc.Zero(pc.mlp_out[1])
+    job = lm.grade_job(IDS_OF_PROMPT, [cut, [zero, cut], scaled, [cut, scaled], [cut] * 33, None], [[((), 5)]])
+    assert sorted(job.refused) == ([2, 3, 4] if can else [0, 1, 2, 3, 4])  # a row reads at most 64 ranges of keys
+    kinds = {
+        i: list(of["kind"]) for group in job.cells().groups for i, of in zip(group.number, group.records, strict=True)
+    }
+    assert kinds == ({0: [REMOVE] * 4, 1: [REMOVE] * 4 + [LINEAR]} if can else {})
+    for number in range(5):
+        bound = job.bound(number)
+        assert bound is not None
+        assert any(isinstance(op.action, Attended) for op in bound.ops)

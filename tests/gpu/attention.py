@@ -63,6 +63,7 @@ def differences(name: str) -> dict[str, float]:
         found |= {
             "graphs": lm.engine.status().get("active_graphs", 0),
             "knockout": name not in NOISY and _knocked(lm, net, prompts[1]),
+            "graded": _graded(lm, prompts[1]),
         }
     return found
 
@@ -86,6 +87,18 @@ def _knocked(lm: pc.LM, net: Any, prompt: list[int]) -> float:
     lm.run([prompt], edits=edit, **NEW)
     again = lm.run([prompt], **NEW)[0]
     assert again.token_ids == plain.token_ids
+    return error
+
+
+def _graded(lm: pc.LM, prompt: list[int]) -> float:
+    """The error of graded knockouts in batches, against requests, relative to what they change."""
+    programs = [pc.Knockout(pc.prompt[key : key + 12], pc.pattern, pc.prompt[-2:]) for key in range(90, 106, 2)]
+    grades = lm.grade(prompt, programs, score=[7, 9])
+    assert grades.route == "bulk", grades.route_reason
+    runs = lm.run([prompt] * len(programs), edits=[[each] for each in programs], score=[7, 9], max_tokens=1)
+    expected = np.array([[run.scores[7], run.scores[9]] for run in runs])
+    error = float(np.abs(grades.logprobs - expected).max() / np.abs(expected - grades.baseline).max())
+    assert error < 0.25, error
     return error
 
 

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 import patchclamp as pc
-from patchclamp.engines.base import Engine
 from patchclamp.language import Program
 from patchclamp.plan import Prompt
 from patchclamp.plan.bind import Bindings, bind
-from patchclamp.plan.bound import LINEAR, REMOVE, Attended
 from patchclamp.plan.cells import cells_of
 
 COLOSSEUM, EIFFEL, SHORT = [11, 12, 13, 14, 15], [21, 22, 13, 24, 25], [31, 32, 33]
@@ -119,19 +117,3 @@ def test_programs_that_are_gone_are_not_taken_for_later_ones(lm):
     for factor in range(100):
         bound = call.of(Program.of([pc.Scale(float(factor), at=pc.resid_post[0])]), "r", prompt, 1).bound
         assert bound.ops[0].action.h_scale == factor
-
-
-@pytest.mark.parametrize("can", [True, False])
-def test_graded_programs_that_only_remove_keys_are_cells_if_the_engine_can(lm, monkeypatch, can):
-    """Requests keep the edits of patterns."""
-    monkeypatch.setattr(Engine, "removes_keys", property(lambda engine: can))
-    cut = pc.Knockout(pc.prompt[0, 2], pc.pattern[0:2, 1], pc.prompt[-1])
-    scaled, zero = pc.Scale(0.5, pc.pattern[0], pc.prompt[-1], keys=pc.prompt[1]), pc.Zero(pc.mlp_out[1])
-    job = lm.grade_job(COLOSSEUM, [cut, [zero, cut], scaled, [cut, scaled], [cut] * 33, None], [[((), 5)]])
-    assert sorted(job.refused) == ([2, 3, 4] if can else [0, 1, 2, 3, 4])  # a row reads at most 64 ranges of keys
-    kinds = {i: list(of["kind"]) for group in job.cells().groups for i, of in zip(group.number, group.records)}
-    assert kinds == ({0: [REMOVE] * 4, 1: [REMOVE] * 4 + [LINEAR]} if can else {})
-    for number in range(5):
-        bound = job.bound(number)
-        assert bound is not None
-        assert any(isinstance(op.action, Attended) for op in bound.ops)
