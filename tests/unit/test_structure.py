@@ -179,9 +179,9 @@ def test_every_public_name_is_there():
 # -- shape
 
 BUDGETS = {  # of lines and files, by package: they go down, but for the room that an issue grants
-    "language": (4_015, 12), "sites": (2_049, 4), "plan": (4_803, 10), "kernels": (2_083, 12), "store": (1_841, 7),
-    "runtime": (3_375, 10), "engines": (4_482, 13), "engines/vllm": (9_200, 26), "trace": (2_436, 5),
-    "studies": (13_855, 40), "plots": (1_706, 7), "serve": (4_416, 16), "cli": (1_359, 4), "": (5_654, 14),
+    "language": (4_015, 12), "sites": (2_049, 4), "plan": (4_828, 10), "kernels": (2_083, 12), "store": (1_841, 7),
+    "runtime": (3_373, 10), "engines": (4_481, 13), "engines/vllm": (9_228, 26), "trace": (2_436, 5),
+    "studies": (13_855, 40), "plots": (1_706, 7), "serve": (4_416, 16), "cli": (1_359, 4), "": (5_665, 14),
 }  # fmt: skip
 
 
