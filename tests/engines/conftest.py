@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import patchclamp as pc
 from patchclamp.engines.vllm import sync_engine
@@ -22,6 +23,9 @@ from ..models import with_weights
 from ..reference.hooks import PlainModel
 from ..without_torchvision import stand_ins
 
+# The same kernels on every CPU: with AMX, stock vLLM has neither latent attention nor int8 products in fp32.
+HAS_AMX = torch.cpu._is_amx_tile_supported()
+torch.cpu._is_amx_tile_supported = lambda: False
 VLLM = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 26}
 CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
 EMULATE = {"inductor_compile_config": {"emulate_precision_casts": True}}

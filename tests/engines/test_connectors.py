@@ -166,7 +166,7 @@ def test_one_connector_per_process(connected, tiny, tmp_path, first):
     assert caught.value.path == "kv_transfer_config"
 
 
-@pytest.mark.parametrize("name", ["NixlConnector", "OffloadingConnector", "LMCacheConnectorV1", "MultiConnector"])
+@pytest.mark.parametrize("name", ["NixlPushConnector", "OffloadingConnector", "LMCacheConnectorV1", "MultiConnector"])
 def test_connectors_that_do_not_work_here_are_refused_by_name(tiny, tmp_path, name):
     with pytest.raises(pc.EngineError, match=name):
         pc.LM(tiny, engine="vllm", **IDS, **EAGER, kv_transfer_config=transfer(tmp_path, name=name))

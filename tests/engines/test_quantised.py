@@ -41,11 +41,8 @@ def engines(request, tmp_path_factory, inspected_here):
     ]
     if request.param == "compressed-tensors":
         _round_inputs(hubs[0])
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "compressed-tensors":  # with AMX, stock vLLM multiplies no fp32 by int8
-            patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        with pc.LM(str(root / "packed"), engine="vllm", dtype=dtype, **IDS, **EAGER) as lm, hubs[0], hubs[1]:
-            yield request.param, lm, *hubs
+    with pc.LM(str(root / "packed"), engine="vllm", dtype=dtype, **IDS, **EAGER) as lm, hubs[0], hubs[1]:
+        yield request.param, lm, *hubs
 
 
 def _round_inputs(hub: pc.LM) -> None:

@@ -286,7 +286,7 @@ def check_monitored(vllm_config: VllmConfig, numerics: str) -> None:
             raise EngineError(f"always-on probes are not supported with {name}: {why}", "probes")
 
 
-CONNECTORS = ("ExampleConnector", *KEYED)  # tested; requests with programs bypass them
+CONNECTORS = ("ExampleConnector", "NixlConnector", *KEYED)  # tested; requests with programs bypass them
 
 
 def _refused_connectors(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
