@@ -55,7 +55,7 @@ GROUPS = {
         "test_when",
     ),
     "compiled": ("test_exact", "test_parity", "test_ops", "test_token_ids", "test_apply"),
-    "studies": ("test_grade", "test_lens", "test_fuzz", "test_harvest"),
+    "studies": ("test_grade", "test_graded_knockouts", "test_lens", "test_fuzz", "test_harvest"),
     "saes": ("test_sae", "test_sae_studies", "test_projected"),
     "families": ("test_families", "test_untabled", "test_variants", "test_prover", "test_multimodal", "test_images"),
     "processes": ("test_off_is_stock", "test_two_bodies", "test_parallel"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -23,9 +24,6 @@ from ..models import with_weights
 from ..reference.hooks import PlainModel
 from ..without_torchvision import stand_ins
 
-# The same kernels on every CPU: with AMX, stock vLLM has neither latent attention nor int8 products in fp32.
-HAS_AMX = torch.cpu._is_amx_tile_supported()
-torch.cpu._is_amx_tile_supported = lambda: False
 VLLM = {"block_size": 32, "max_model_len": 512, "max_num_seqs": 32, "kv_cache_memory_bytes": 1 << 26}
 CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
 EMULATE = {"inductor_compile_config": {"emulate_precision_casts": True}}
@@ -148,6 +146,14 @@ def inspected_here():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
+
+
+@contextlib.contextmanager
+def without_amx() -> Iterator[None]:
+    """With AMX, stock vLLM has neither latent attention nor int8 products in fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         yield
 
 

@@ -14,7 +14,7 @@ from patchclamp.language.program import from_dict
 
 from ..models import of_family
 from ..reference.attention import eager, eager_model, edited
-from .conftest import CHUNKED, HAS_AMX, PROMPTS
+from .conftest import CHUNKED, PROMPTS
 
 BOTH = pytest.mark.parametrize("engine", ["transformers", "vllm"])
 NEW = {"max_tokens": 4, "sampling": {"ignore_eos": True}}
@@ -79,7 +79,7 @@ def test_keys_and_values_are_read_from_each_layout_of_vllms_cache():
 
     dtypes, tested = {"vec": torch.float32, "vec16": torch.bfloat16, "amx": torch.bfloat16}, 0
     for layout in LAYOUTS:
-        if layout == "amx" and not HAS_AMX:
+        if layout == "amx" and not torch.cpu._is_amx_tile_supported():
             continue
         for width in (32, 64, 96, 128):
             cache_RKNE = torch.zeros(3, 2, 2 * 64, width, dtype=dtypes[layout])
@@ -93,10 +93,8 @@ def test_keys_and_values_are_read_from_each_layout_of_vllms_cache():
     assert tested >= 16
 
 
-@pytest.mark.parametrize("amx", sorted({False, HAS_AMX}))
-def test_patterns_and_knockouts_in_bfloat16(tmp_path, inspected_here, monkeypatch, amx):
+def test_patterns_and_knockouts_in_bfloat16(tmp_path, inspected_here):
     """As near to fp32 as rounding allows, on vLLM, with blocks read from a cached prefix, too."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     folder = of_family(tmp_path, "llama")
     net = eager_model(folder)
     ids = np.random.default_rng(0).integers(3, 300, 70).tolist()

@@ -30,6 +30,7 @@ from patchclamp.studies import edge_attribution
 
 from ..models import FAMILIES, MORE, of_config, of_family
 from ..reference.weights import from_checkpoint
+from .conftest import without_amx
 from .plain_scan import plain_scan
 from .test_parity import worst_row
 
@@ -109,7 +110,8 @@ def opened(name: str, folder: str, **options) -> Pair:
     """A family's model on both engines. All captures on vLLM are self-checked; BLOOM's cannot be."""
     hub = pc.LM(folder, engine="transformers", max_model_len=128, **IDS)
     chosen: dict[str, Any] = EAGER | OPTIONS.get(name, {}) | ({} if name == "bloom" else {"check_rate": 1}) | options
-    return Pair(name, pc.LM(folder, engine="vllm", **IDS, **chosen), hub)
+    with without_amx():
+        return Pair(name, pc.LM(folder, engine="vllm", **IDS, **chosen), hub)
 
 
 @pytest.fixture(

@@ -24,7 +24,7 @@ from patchclamp.studies.teacher_forcing import Forced, forced_logprobs
 
 from ..conftest import TOKENS
 from ..models import of_family
-from .conftest import CHUNKED, VLLM, room_of
+from .conftest import CHUNKED, VLLM, room_of, without_amx
 from .test_families import EAGER, IDS, OPTIONS
 
 PROMPT = "When John and Mary went to the store, John gave a drink to"
@@ -660,7 +660,7 @@ def test_families(family, eager, tmp_path, monkeypatch):
         return random_programs(lm, run, length, np.random.default_rng(seed), 40)
 
     options: dict[str, Any] = EAGER | OPTIONS.get(family, {}) | {"enforce_eager": eager}
-    with pc.LM(folder, engine="vllm", prove=False, **IDS, **options) as lm:
+    with without_amx(), pc.LM(folder, engine="vllm", prove=False, **IDS, **options) as lm:
         programs = programs_of(lm)
         for warm in (False, True):
             grades = lm.grade(ids, programs, **asked)

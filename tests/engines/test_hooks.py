@@ -431,7 +431,8 @@ def test_a_worker_on_a_gpu_counts_what_lies_on_the_device(monkeypatch, kept, rin
     runner = SimpleNamespace(max_num_tokens=64, max_num_reqs=16, input_buffers=rows, model_memory_usage=1000,
                              vllm_config=SimpleNamespace(speculative_config=None))  # fmt: skip
     keys: Any = SimpleNamespace(cache=None, is_output=attached.runtime.is_query)
-    attached._on_cuda(runner, limits, keys)
+    attached._keys = keys
+    attached._on_cuda(runner, limits)
     step = attached.runtime.step
     assert runner.model_memory_usage == 1000 + limits.bank_bytes + step.bytes
     gates = 64 * MAX_RANK * 4  # of low-rank edits: a number for each factor of each row

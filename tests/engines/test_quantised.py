@@ -3,6 +3,7 @@ is the activations between the quantised products, as they flow."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import patchclamp as pc
 
 from ..models import of_family
+from .conftest import without_amx
 from .quantised import CONFIGS, nvfp4, quantised
 from .test_families import EAGER, PROMPTS, flat
 from .test_parity import worst_row
@@ -41,7 +43,8 @@ def engines(request, tmp_path_factory, inspected_here):
     ]
     if request.param == "compressed-tensors":
         _round_inputs(hubs[0])
-    with pc.LM(str(root / "packed"), engine="vllm", dtype=dtype, **IDS, **EAGER) as lm, hubs[0], hubs[1]:
+    amx = without_amx() if dtype == "float32" else contextlib.nullcontext()
+    with amx, pc.LM(str(root / "packed"), engine="vllm", dtype=dtype, **IDS, **EAGER) as lm, hubs[0], hubs[1]:
         yield request.param, lm, *hubs
 
 

@@ -326,7 +326,7 @@ def test_drafts_are_counted_where_some_are_asked_for():
     ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size above 1"),
     ("parallel_config", "enable_elastic_ep", True, "elastic expert parallel (enable_elastic_ep)"),
     ("parallel_config", "enable_batch_sharded_sampling", True, "sharded sampling (enable_batch_sharded_sampling)"),
-    ("", "kv_transfer_config", SimpleNamespace(kv_connector="NixlConnector"), "the KV connector 'NixlConnector' (kv_transfer_config)"),
+    ("", "kv_transfer_config", SimpleNamespace(kv_connector="MultiConnector"), "the KV connector 'MultiConnector' (kv_transfer_config)"),
     ("", "kv_transfer_config", SimpleNamespace(kv_connector="ExampleConnector", kv_connector_module_path="mine"),
      "a custom KV connector module (kv_connector_module_path='mine')"),
     ("", "kv_transfer_config", SimpleNamespace(kv_connector="OffloadingConnector"), "KV offloading (OffloadingConnector)"),
