@@ -1,4 +1,4 @@
-"""Attention probabilities of a few queries, from rotated queries and cached keys, in PyTorch and fp32.
+"""Attention probabilities of a few queries (after rotary embedding) over cached keys, in PyTorch and fp32.
 
 Fused kernels never materialize these probabilities; this module computes them for the requested queries.
 
@@ -23,9 +23,9 @@ MAX_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}  # r
 class AttentionFacts(msgspec.Struct, frozen=True):
     """Parameters of one layer's attention scores.
 
-    scale: the factor of query-key products
-    cap: c in c · tanh(score / c); 0: no cap
-    window: the number of latest keys visible to a query, including its own; 0: all
+    scale: multiplies query-key products
+    cap: c in the soft cap c · tanh(score / c); 0: no cap
+    window: the number of most recent keys visible to a query, including its own; 0: all
     slopes: each head's ALiBi slope
     sinks: an extra logit per head, which absorbs part of the probability
     """

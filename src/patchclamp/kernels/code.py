@@ -21,7 +21,7 @@ _within = _Within()
 
 
 def check_outside() -> None:
-    """Raise `EngineError` on a thread that runs code: a call to the engine would wait for its own step."""
+    """Raise `EngineError` on a thread that is running code: a call to the engine would wait for its own step."""
     if _within.code:
         raise EngineError("a call within pc.Apply would deadlock: compute what the function needs before the run")
 
@@ -29,7 +29,7 @@ def check_outside() -> None:
 def call(code: Code, rows: torch.Tensor, point: int, position: np.ndarray) -> torch.Tensor:
     """Run code on rows [n, W] at a point and at positions [n]; returns rows [n, W] of the same dtype and device.
 
-    Raises `RunError` for an exception of the code, and for a result of the wrong shape or of complex numbers.
+    Raises `RunError` if the code raises, or returns anything but a strided tensor [n, W] of real numbers.
     """
     import torch
 

@@ -1,9 +1,9 @@
 """The Triton kernel: one launch per point and step, for any number of ops and requests.
 
 Each Triton program processes one row: it looks up the row's slot, walks the slot's records at the point in order, and
-writes the row back once if it is finite. Rows without records exit after three loads. A new op is a branch in `_walk`;
-a new view only changes strides. Logit rows are wide and take several passes; sums over a whole row are computed
-beforehand, op by op, and stored in the op's record.
+writes the row back once if it is finite. Rows without records exit as soon as their record range is loaded. A new op is
+a branch in `_walk`; a new strided view only changes the strides. Logit rows are wide and take several passes; sums over
+a whole row are computed beforehand, op by op, and stored in the op's record.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -143,8 +143,8 @@ def _kept_row(
     kept, row, position, start, range_index, region_index, width, rank_of_row, base, offset, origin_of_row, stride,
     SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Return the address of a captured row's region, and the row's offset in it, in elements. Each later step with
-    the same plan writes `stride` bytes after the step before."""
+    """Return the address of a captured row's region, and the row's offset in it, in elements. Each step that reuses the
+    plan writes `stride` bytes after the previous step."""
     to, nth = kept + _look(base + region_index), position - tl.maximum(start, position - _look(rank_of_row + row))
     if not SAMPLED:
         to += (position - _look(origin_of_row + row)).to(tl.int64) * _look(stride)
@@ -360,7 +360,7 @@ def _walk(
                     seed = _look((record + 8).to(tl.pointer_type(tl.int64)))
                     noise = _normals(seed, position, value, column + x.to(tl.int32), quantiles, BLOCK)
                     h = tl.where(changed, h + factor * noise, h)
-        if (kind == WHEN) & (applies == 0):  # the preceding token condition does not hold
+        if (kind == WHEN) & (applies == 0):  # the preceding token condition did not hold
             matched = 0
         number += 1
         if AHEAD:
@@ -523,9 +523,9 @@ def site(
 ) -> None:
     """Launch the kernel for a point over `tables` (`runtime.cuda_step.CudaTables`).
 
-    `kept` [bytes] receives the captured rows. Its first byte has offset `kept_begin` in the tables' numbering, a
-    multiple of 16 (negative if the numbering starts later in `kept`). If the records include code, only the records
-    between the first `phase` calls and the next call are applied.
+    `kept` [bytes] receives the captured rows. `kept_begin` is the offset that the tables' capture bases assign to its
+    first byte, a multiple of 16 and possibly negative. If the records include code, only the records after the first
+    `phase` code records, up to the next one, are applied.
     """
     width, coded = hidden_RW.shape[1], phase is not None
     other_row = (hidden_RW if residual_RW is None else residual_RW).stride(0)
@@ -558,8 +558,8 @@ def _launch(
 
 
 def launched(width: int, pair: bool, sampled: bool) -> dict[str, Any]:
-    """Return the launch options for rows of `width` columns. Rows are processed whole, except wide
-    sampled rows: each launch processes one of them per request, so that a record can hold the row's sums."""
+    """Return the launch options for rows of `width` columns. Rows are processed whole, except wide sampled rows: each
+    launch processes one of them per request, so that a record can hold the row's sums."""
     block = max(triton.next_power_of_2(width), 4)
     block = block if block <= MAX_BLOCK or not sampled else min(MAX_BLOCK, PASS_BLOCK)
     return {

@@ -216,7 +216,7 @@ def _decide(
     kind: int, h_AW: torch.Tensor, index: np.ndarray, fields: np.ndarray, at: np.ndarray, bits_R: np.ndarray,
     rows: RowLabels, table: ProgramTable, bank_B: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Set bits of rows, or latch positions."""
+    """Set or clear bits of rows, or latch positions."""
     row, bit = at[index], fields["bit"].astype(np.int64)
     if kind == LATCH:
         is_set = bits_R[row] >> bit & 1 == 1
@@ -235,7 +235,7 @@ def _decide(
 def _span(
     fields: np.ndarray, row: np.ndarray, token_R: torch.Tensor, bits_R: np.ndarray, rows: RowLabels, table: ProgramTable
 ) -> None:
-    """Set the bits of rows whose tokens are between delimiters; a request's rows are consecutive."""
+    """Set or clear both bits of each row (`plan.bound.Span`). A request's rows are consecutive."""
     ids, every, bit = token_R.cpu().numpy(), np.arange(len(token_R)), fields["bit"].astype(np.int64)
     far = np.minimum(rows.rank[row], rows.position[row] - fields["start"])
     before = np.where(rows.position[row] - far == fields["start"], fields["inside"] != 0,

@@ -1,4 +1,4 @@
-"""Copy kernels, whose launch takes a fraction of the host time of a PyTorch copy."""
+"""A copy kernel whose launch takes a fraction of the host time of a PyTorch copy."""
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 from __future__ import annotations
@@ -48,7 +48,7 @@ def upload(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
 
 
 def copy_chunks(staging: torch.Tensor, tables: torch.Tensor, chunks: int) -> None:
-    """Run the plain version of `upload`: one torch copy per chunk."""
+    """Do the same as `upload`, with one torch copy per chunk."""
     for to, at, count in staging[: 3 * chunks].view(-1, 3).tolist():
         tables[to : to + count].copy_(staging[at : at + count], non_blocking=True)
 

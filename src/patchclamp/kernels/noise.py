@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-PARTS, FRACTION = 7, 27  # 2^PARTS parts per octave; the table is in units of 2^-FRACTION
+PARTS, FRACTION = 7, 27  # 2^PARTS bins per octave; the table is in units of 2^-FRACTION
 OCTAVES = 31  # octaves of m starting at 1; m = 0 has a separate row after them
 MASK, MULTIPLIERS, STEPS = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 

@@ -1,5 +1,5 @@
 """Attention over a paged cache, in Triton, without copying the keys: scores of a few queries
-(`kernels.attention.scores`), and attention outputs without some of the keys (`kernels.attention.edited`).
+(`kernels.attention.scores`), and attention outputs with some keys removed (`kernels.attention.edited`).
 
 B requests · N queries per request · T key positions · H query heads · K key/value heads · E head size · R blocks per
 request · L rows of a tile: the queries of all heads that share a key/value head
@@ -83,7 +83,7 @@ def paged_scores(
     found = torch.empty((requests, queries, heads, count), dtype=torch.float32, device=query_BNHE.device)
     slopes = facts.slopes if facts.slopes is None else facts.slopes.float().contiguous()
     grid = (requests * triton.cdiv(queries * size, TILE_L), groups, triton.cdiv(count, TILE_T))
-    kernel: Any = _score  # pyright would take numbers for constants of the kernel as errors
+    kernel: Any = _score  # pyright would reject numbers passed as the kernel's constexpr parameters
     kernel[grid](
         query_BNHE.to(key_RKNE.dtype).contiguous(), key_RKNE, block_BR.contiguous(), position_BN.contiguous(),
         found if slopes is None else slopes, found, queries, count, block_BR.shape[1], first, heads, facts.scale,
@@ -104,7 +104,7 @@ def _softmax_step(scores, v, highest, total, sum, EXACT: tl.constexpr):
     high = p.to(v.dtype)
     if EXACT:
         product = tl.dot(p, v, input_precision="tf32x3")
-    else:  # tensor cores multiply numbers of 16 bits: in two parts, probabilities have more
+    else:  # tensor cores multiply 16-bit numbers; splitting probabilities into two parts keeps more of their bits
         product = tl.dot(high, v) + tl.dot((p - high.to(tl.float32)).to(v.dtype), v)
     return higher, total * decay + tl.sum(p, 1), sum * decay[:, None] + product
 
@@ -144,7 +144,7 @@ def _remove_keys(
     sum, kept_sum = tl.zeros([TILE_L, TILE_E], tl.float32), tl.zeros([TILE_L, TILE_E], tl.float32)
     removes, keeps = tl.zeros([TILE_L], tl.int32), tl.zeros([TILE_L], tl.int32)
     table = block + tl.load(request_of_row + row).to(tl.int64) * block_row
-    earliest = tl.where(window == 0, 0, tl.maximum(position - window + 1, 0))  # blocks of earlier keys may be free
+    earliest = tl.where(window == 0, 0, tl.maximum(position - window + 1, 0))  # earlier blocks may be freed
     for tile in range(earliest // TILE_T, position // TILE_T + 1):
         at = tile * TILE_T + tl.arange(0, TILE_T)
         sees = (at >= earliest) & (at <= position)
@@ -204,7 +204,7 @@ class PagedCache(NamedTuple):
 
 def remove_keys(tables: Any, point: int, query_RHE: torch.Tensor, cache: PagedCache, hidden_RW: torch.Tensor) -> None:
     """Launch the kernel that applies the `REMOVE` records at a point over `tables` (`runtime.cuda_step.CudaTables`):
-    replaces the rows' attention outputs by those without the removed keys.
+    recomputes the rows' attention outputs without the removed keys.
 
     Heads that share keys are left unchanged, and reported as a failure, if their recomputed outputs with all keys
     differ from the engine's, if no key is left, or if a result is not finite.
@@ -213,7 +213,7 @@ def remove_keys(tables: Any, point: int, query_RHE: torch.Tensor, cache: PagedCa
     heads, width = query_RHE.shape[1:]
     size = heads // key.shape[1]
     slopes, sinks = (query_RHE if each is None else each for each in (facts.slopes, facts.sinks))
-    kernel: Any = _remove_keys  # pyright would take numbers for constants of the kernel as errors
+    kernel: Any = _remove_keys  # pyright would reject numbers passed as the kernel's constexpr parameters
     kernel[len(hidden_RW), key.shape[1]](
         tables.slot_of_row, tables.request_of_row, tables.position_of_row, tables.generation, tables.first,
         tables.records, tables.bad_address, tables.place_address, tables.points, point, query_RHE, key, value,

@@ -109,7 +109,7 @@ def apply(
 
 
 def between(rows: RowLabels, r: int, token_R: np.ndarray, record: np.void, latches: np.ndarray) -> tuple[bool, bool]:
-    """Return two flags: the row's token is strictly between delimiters; the latest delimiter is an opening one."""
+    """Return two flags: the row's token is strictly between delimiters; the next token is, unless it is a delimiter."""
     opening, closing = int(record["opening"]), int(record["closing"])
     for row in range(r, r - rows.rank[r] - 1, -1):  # backwards through this request's rows of the step
         if rows.position[row] < record["start"]:
@@ -183,7 +183,7 @@ def along(e_KW: np.ndarray, h_W: np.ndarray) -> np.ndarray:
 
 
 def gated(p_K: np.ndarray, numbers_K5: np.ndarray) -> np.ndarray:
-    """Return a `plan.bound.Factored` action's factors: offset + slope · q where q = p + bias exceeds the threshold."""
+    """Return g of `plan.bound.Factored`: offset + slope · q where q = p + bias > threshold, `otherwise` elsewhere."""
     bias, threshold, offset, slope, otherwise = numbers_K5.T
     q_K = p_K + bias
     return np.where(q_K > threshold, offset + slope * q_K, otherwise)
@@ -203,7 +203,7 @@ def products(h_W: np.ndarray, record: np.void, bank_B: np.ndarray) -> np.ndarray
 
 
 def project(h_W: np.ndarray, v_W: np.ndarray, low: np.float32, high: np.float32) -> np.ndarray:
-    """Clamp h's projection on the unit vector v to low … high; h is unchanged if already within."""
+    """Clamp h's projection on the unit vector v to low … high; h is unchanged if it is already within."""
     along = np.float32(h_W.astype(np.float64) @ v_W.astype(np.float64))
     move = np.minimum(np.maximum(along, low), high) - along
     return h_W + move * v_W if move != 0 else h_W

@@ -1,6 +1,6 @@
 """Asynchronous copies between host and device.
 
-PyTorch synchronizes with a CUDA device before it copies to or from pageable host memory.
+A copy to or from pageable host memory synchronizes with the CUDA device, so these copies use pinned memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 
 def to_device(numbers: np.ndarray | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy an array, or a tensor in pageable host memory, to a device; on the CPU the result may share memory with it.
+    """Copy an array, or a tensor in pageable host memory, to a device; on the CPU the result may share its memory.
     The result is contiguous: kernels, including vLLM's, index from the first element and ignore strides."""
     tensor = torch.from_numpy(numbers) if isinstance(numbers, np.ndarray) else numbers
     tensor = tensor.contiguous()

@@ -1,7 +1,7 @@
 """Bind a program to one prompt: check all names and selections before the run, and lower each op to arrays.
 
-A new op of an existing kind (`plan.bound`) is a struct in `language.ops` and one lowering function here. The function
-reads the prompt, the model and the bank through its `Context`.
+To add an op of an existing kind (`plan.bound`), define its struct in `language.ops` and its lowering function here. The
+function reads the prompt, the model and the bank through its `Context`.
 """
 
 from __future__ import annotations
@@ -135,11 +135,11 @@ class Context(Protocol):
         ...
 
     def heads(self) -> tuple[int, int, int]:
-        """Return the first head of the op's site, the number of heads, and the request's number of positions."""
+        """Return the index of the op's first head, its number of heads, and the request's number of positions."""
         ...
 
     def check_keys(self, tokens: Tokens, field: str) -> None:
-        """Raise `TokensError` for a selection of keys that this request cannot have. It is read after the run."""
+        """Raise `TokensError` if this request cannot have the selected keys. Keys are selected after the run."""
         ...
 
     def edges(self, keys: Tokens | Vector, removed: bool = False) -> tuple[tuple[int, int], ...]:
@@ -442,9 +442,9 @@ def bind(
 ) -> BoundProgram:  # fmt: skip
     """Check a program against a prompt, a model, and the runs and bank names it reads, and lower it.
 
-    Positions are input tokens' positions, below len(prompt) + max_tokens − 1. `vectors` receives every vector's rows
-    [n, W] by bank key, `code` the code by number (None: code is not allowed). `known` caches work across programs that
-    are bound together.
+    Positions are those of input tokens, below len(prompt) + max_tokens − 1. `vectors` receives every vector's rows
+    [n, W] by bank key, and `code` the functions by number (None: code is not allowed). `known` caches work across
+    programs that are bound together.
 
     Raises `ProgramError`, `TokensError`, `ShapeError`, `UnsupportedSite`, `MissingSource` or `CapacityError`, with the
     op's path.
@@ -461,7 +461,7 @@ def bind(
 
 class Known:
     """A cache shared by the programs of one call: refs by site, positions by selection, rows by run, and ranges by
-    positions. Entries keyed by an array's id hold the array, to prevent reuse of the id.
+    positions. Entries keyed by an array's id also hold the array, so that the id is not reused.
 
     Binding calls `count(records)` with each op's work (`record_work`), and aborts if it raises.
     """
@@ -571,7 +571,7 @@ class _Binder:
         return [op.scaled(edit) for edit in program.edits]
 
     def _when(self, path: str, op: When) -> list[BoundOp]:
-        """Bind conditional edits: first the probes, then the decision, then the guarded edits."""
+        """Bind conditional edits: first the probes' reads, then the decision, then the guarded edits."""
         ops: list[BoundOp] = []
         points: dict[int, Point] = {}  # the points that the probes read, by depth
         within = np.ones(self.limit, bool)  # the positions that all probes read
@@ -908,7 +908,7 @@ class _Binder:
         return key
 
     def number_code(self, path: str, op: Apply, sites: dict[int, str]) -> int:
-        """Assign a new number to an op's code at each binding, so that requests never share the op's cached blocks."""
+        """Assign a new number to an op's code at each binding, so that requests never share blocks that it edited."""
         if self._code is None:
             raise ProgramError("Apply runs Python code: it needs pc.LM(model, allow_code=True), not a server", "fn")
         number = next(code_numbers)
@@ -1236,7 +1236,7 @@ def _from(ranges: tuple[PositionRange, ...], first: int) -> tuple[PositionRange,
 
 
 def is_part_alike(read: SiteRef, written: SiteRef) -> bool:
-    """True if both refs have the same columns, or if `read` is the whole row of a site and `written` a part of it."""
+    """True if both refs have the same columns, or if `read` is a site's whole row and `written` a part of that site."""
     return read.columns == written.columns or (read.columns is None and read.name == written.name)
 
 
@@ -1284,7 +1284,7 @@ def _padded(vector: Vector, before: int, after: int) -> Vector:
 
 
 def _rows(captured: np.ndarray, wanted: np.ndarray, run: str, ref: SiteRef) -> np.ndarray:
-    """Return the row of each requested position. Raises `MissingSource` for a position that was not captured."""
+    """Return the row index of each wanted position. Raises `MissingSource` for a position that was not captured."""
     if len(captured) == 0:
         raise MissingSource(f"run {run} did not capture {ref}")
     rows = np.searchsorted(captured, wanted)

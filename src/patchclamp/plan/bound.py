@@ -39,11 +39,11 @@ LOW_RANK = 12  # h + Σ g(p) · d over k directions d, for k products p
 ADD_NORMED = 13  # h + scale · (|h| / |v|) · v; h where v is 0
 ROTATE = 14  # h with its projection on the plane of two unit vectors rotated
 SPAN = 15  # two bits of the row: its token is between delimiters; the next token is, unless it is a delimiter
-REMOVE = 16  # attention outputs without some keys (`kernels.paged_attention`)
+REMOVE = 16  # recompute attention outputs without some of the keys (`kernels.paged_attention`)
 MAX_RANK = 1024  # rank of a low-rank op
 BITS, LATCHES = 23, 8  # per row; per request. A kernel keeps both in a 31-bit word
 NEVER = (1 << 31) - 1  # the position of an unset latch
-CHECKED = 512  # positions that a self-check compares at a prompt's beginning, and before and after its end
+CHECKED = 512  # positions that a self-check compares at a prompt's start, before its end and after its end
 
 
 class PositionRange(NamedTuple):
@@ -156,7 +156,7 @@ class NormedAdd(msgspec.Struct, frozen=True, array_like=True, tag=ADD_NORMED):
 
 
 class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
-    """Rotate h in the plane of the value's rows. cos, sin: of the angle to the first row or, if `relative`, to h."""
+    """Rotate h in the plane of the value's two rows, to an angle from the first row or, if `relative`, by an angle."""
 
     kind: ClassVar[int] = ROTATE
     cos: float
@@ -165,9 +165,8 @@ class Rotation(msgspec.Struct, frozen=True, array_like=True, tag=ROTATE):
 
 
 class Noisy(msgspec.Struct, frozen=True, array_like=True, tag=NOISE):
-    """Add noise. streams: each point's noise stream (`noise_stream`), so that points get different noise
-    first_column: the first column of the worker's shard
-    """
+    """Add noise. `streams`: each point's noise stream (`noise_stream`), so that no two points get the same noise.
+    `first_column`: the first column of the worker's shard."""
 
     kind: ClassVar[int] = NOISE
     std: float
@@ -203,10 +202,10 @@ class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=32):
 
 
 class Attended(msgspec.Struct, frozen=True, array_like=True, tag=33):
-    """Change the attention patterns of queries, read after rotary embedding, and thereby the attention results. Acts
-    before other edits of these results.
+    """Edit the attention patterns of queries, which are read after rotary embedding, and recompute the attention
+    outputs from them. Acts before other edits of these outputs.
 
-    keys: ranges first … end − 1 of the keys to change; (): all
+    keys: ranges first … end − 1 of the keys to edit; (): all
     factor: multiplies the keys' probabilities; with `rows`: (1 − factor) · p + factor · row; None: keys are removed
         before the softmax
     rows: the bank key of probability rows, or ""
@@ -321,11 +320,11 @@ class BoundOp(msgspec.Struct, frozen=True, array_like=True):
     path: the op's path in its program, such as `edits[2]`
     points: the points it acts at
     values: one bank key per point, one for all points, or none
-    ranges: the positions it acts on, ascending
+    ranges: the positions it acts on, ascending; repeated for each row of the value if the action repeats (`Ablate`)
     reaches_cache: True if it can change keys and values that later tokens read
     columns: the columns of the row it acts on (`pack_columns`); 0: all
     condition: a condition on the token's id, or None
-    guard: a condition on probes, or None
+    guard: a condition on probes or delimiters, or None
     """
 
     path: str
@@ -413,8 +412,8 @@ def removed_keys(op: BoundOp, sites: SiteMap) -> list[BoundOp]:
 
 
 def with_removed_keys(bound: BoundProgram, sites: SiteMap) -> BoundProgram:
-    """Return the program with its attention edits as `RemoveKeys` ops, which precede all others. A program whose edits
-    do not only remove keys is returned unchanged."""
+    """Return the program with its attention edits replaced by `RemoveKeys` ops, which precede all others. Unless
+    `only_removes_keys` holds, the program is returned unchanged."""
     edits = [op for op in bound.ops if isinstance(op.action, Attended)]
     if not edits or not only_removes_keys(edits):
         return bound
@@ -457,7 +456,7 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return {point: keep.products for keep, points in keeps if isinstance(keep, Keep) for point in points}
 
     def private_bytes(self, sites: SiteMap, computed: int | None = None) -> int:
-        """Return the bytes of all probe, lens and feature rows in the first `computed` positions; None: all, up to
+        """Return the bytes of all private rows (`Keep.is_private`) in the first `computed` positions; None: all, up to
         `max_tokens`."""
         return sum(
             4 * (op.action.numbers or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
@@ -492,7 +491,7 @@ def of_sample(bound: BoundProgram, number: int) -> BoundProgram:
 
 def check_one_way(ops: Iterable[BoundOp], label: Callable[[int], str]) -> None:
     """Raise `ProgramError` if a point is captured in two ways, since all rows of a point in a run have the same width.
-    Probes and lenses are exempt: their rows are separate.
+    Private captures (`Keep.is_private`) are exempt: their rows are separate.
 
     label: returns a point's name
     """
@@ -559,12 +558,12 @@ def pack_columns(columns: tuple[int, int]) -> int:
 
 
 def captures_site(op: BoundOp) -> bool:
-    """True if an op captures rows of its site; probes and lenses do not."""
+    """True if an op captures its site's rows; probes, lenses and readers do not."""
     return isinstance(op.action, Keep) and not op.action.is_private
 
 
 def stored_op(op: BoundOp, ordinal: int) -> int:
-    """Return the ordinal of an op in captures, with `PROBE` added if its rows are not the site's."""
+    """Return an op's ordinal in captures, with `PROBE` added if its rows are not the site's."""
     return ordinal + (PROBE if op.kind == CAPTURE and not captures_site(op) else 0)
 
 

@@ -74,8 +74,8 @@ class CellRecords(msgspec.Struct):
         return CellRecords(len(number), groups, [self.keys[i] for i in used.tolist()])
 
     def splits(self, sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-        """Yield runs (begin, end) of consecutive cells whose keys have a total size of at most `most`; a larger cell
-        gets its own run. `sizes` [K]: each key's size."""
+        """Yield spans (begin, end) of consecutive cells whose keys have a total size of at most `most`; a cell that
+        exceeds it gets its own span. `sizes` [K]: each key's size."""
         if sizes.sum() <= most:
             yield from [(0, self.count)] if self.count else []
             return
@@ -241,7 +241,7 @@ def place(group: CellGroup, placed: Placed) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shard(records: np.ndarray, first: np.ndarray, end: np.ndarray, sharded: np.ndarray) -> None:
-    """Restrict records to the worker's columns first … end − 1, as `runtime.shard_op` does with ops."""
+    """Restrict records to the worker's columns first … end − 1, as `runtime.shard_op` does for ops."""
     packed = records["columns"].astype(np.int64) & 0xFFFFFFFF
     low = np.maximum(np.where(packed > 0, packed & 0xFFFF, first), first) - first
     high = np.minimum(np.where(packed > 0, packed >> 16, end), end) - first
@@ -269,8 +269,8 @@ def joined(several: Sequence[CellRecords]) -> CellRecords:
 
 
 class PatchedPart(NamedTuple):
-    """A point that a cell changes: the point's number, the columns (`pack_columns`; 0: all), and the bank key of the
-    rows to write (None: no rows)."""
+    """A point that a cell edits: the point's number, the columns (`pack_columns`; 0: all), and the bank key of the rows
+    that it reads (None: no rows)."""
 
     point: int
     columns: int

@@ -18,8 +18,8 @@ from patchclamp.plan.bound import BoundProgram
 from patchclamp.plan.cells import CellRecords, cells_of
 from patchclamp.sites import SiteMap
 
-MIN_SHARED = 8  # requests per prompt; fewer are computed in full, batched in one shape
-MAX_COST = 0.8  # maximum work relative to full passes; above it the gain is too small for cuts
+MIN_SHARED = 8  # minimum number of requests per prompt; fewer are computed in full
+MAX_COST = 0.8  # maximum work relative to full passes; above it, cuts save too little
 
 
 class Cut(NamedTuple):
@@ -97,8 +97,8 @@ class Work(NamedTuple):
 def group(
     requests: Sequence[CutRequest], first_layer: Sequence[int], layers: int, size: int, pass_rows: int
 ) -> list[PassGroup]:
-    """Group requests, at most `size` per group. Requests that share their prompt with too few others, or gain too
-    little from cuts, are computed in full, in order."""
+    """Group requests, at most `size` per group. Requests that share their prompt with too few others, or for which cuts
+    save too little, are computed in full, in order."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     whole = [i for i, request in enumerate(requests) if not request.may_cut]
     for i, request in enumerate(requests):

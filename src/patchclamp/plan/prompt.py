@@ -70,7 +70,7 @@ class Prompt(msgspec.Struct):
         later = np.arange(len(self.ids), len(token)) if spelled else np.zeros(0, np.int64)
 
         def matching(beyond: np.ndarray) -> np.ndarray:
-            """Return the positions; generated tokens at `beyond` are between delimiters that have several tokens."""
+            """Return the selection, taking the generated tokens at `beyond` as between multi-token delimiters."""
 
             def match(leaf: TokenIds | Between) -> np.ndarray:
                 if isinstance(leaf, TokenIds):
@@ -87,14 +87,14 @@ class Prompt(msgspec.Struct):
         return chosen
 
     def _inside(self, between: Between, token: np.ndarray) -> np.ndarray:
-        """Mark the tokens between two delimiters, [T]."""
+        """Return the positions of the tokens between two delimiters, ascending."""
         opening, closing = (self._delimiter(each, token) for each in (between.opening, between.closing))
         at, delimiter = np.arange(len(token)), opening | closing
         last = np.maximum.accumulate(np.where(delimiter, at, 0))  # the latest delimiter up to each position
         return at[opening[last] & ~delimiter]
 
     def _delimiter(self, delimiter: str | int, token: np.ndarray) -> np.ndarray:
-        """Mark the tokens of a delimiter, [T]."""
+        """Return a mask of a delimiter's tokens, [T]."""
         if (known := self._token_of(delimiter)) is not None:
             return token == known
         text, offsets = self.spell()

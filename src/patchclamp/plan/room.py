@@ -78,7 +78,7 @@ def resident_name(key: str, sharded: bool) -> str:
 
 
 def resident_sizes(bound: BoundProgram, sizes: Sizes, sites: SiteMap) -> dict[str, tuple[int, int]]:
-    """Return `sizes` by `resident_name` instead of by bank key."""
+    """Return `sizes` keyed by `resident_name` instead of by bank key."""
     names: dict[str, tuple[int, int]] = {}
     for op in bound.ops:
         sharded = bool(op.points) and sites.shard_count(op.points[0]) > 1 and not isinstance(op.action, Attended)
@@ -153,7 +153,7 @@ class Room:
         self._records, self._bank = Extents(records), Extents(numbers)
         self._resident: OrderedDict[str, _Resident] = OrderedDict()
         self._evicted: list[str] = []
-        self._admitted: dict[int, tuple[int, list[str]]] = {}  # by slot: the number of records, and the rows read
+        self._admitted: dict[int, tuple[int, list[str]]] = {}  # by slot: the number of records, and the rows' names
         self._stores = itertools.count()  # unique numbers for rows that a program stores for itself
 
     def __len__(self) -> int:
@@ -161,10 +161,10 @@ class Room:
         return len(self._admitted)
 
     def place(self, records: int, sizes: Sizes) -> Placement | None:
-        """Place a program with `records` records and bank keys of `sizes`; None if the program must wait for another to
-        end.
+        """Place a program with `records` records and bank keys of `sizes`; None if it must wait for another to end.
 
-        Raises `CapacityError` for a program that does not fit even when the room is empty.
+        Raises `CapacityError` for a program that does not fit even in an empty room, `MissingSource` if a key's rows in
+        the bank are fewer than its size.
         """
         self._check_fits(records, sizes)
         for name, (rows, width) in sizes.items():

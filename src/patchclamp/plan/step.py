@@ -55,7 +55,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     @property
     def most_samples(self) -> int:
-        """The largest number of sampled rows of one request."""
+        """The largest number of sampled rows of any request."""
         return 1 if self.samples is None else int(self.samples.max())
 
 
@@ -135,7 +135,7 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def by_tap(self) -> tuple[np.ndarray, dict[int, tuple[int, int, int]]]:
-        """The layout if every tap allocates memory for its own point, with rows in their own dtype: each region's
+        """The layout when each tap allocates memory for its own point and rows have their own dtype: each region's
         offset, [A], and each captured point's (begin, middle, end). Bytes begin … middle−1 belong to the buffer; rows
         to reduce follow, up to `end`."""
         layout, rows = self.layout, self.rows[self.layout.region_group]
@@ -252,7 +252,7 @@ def make_plan(
     results_of: Callable[[int], int] | None = None,
 ) -> StepPlan:  # fmt: skip
     """Plan one step. `widths` [P]: each point's row width. `unit`: the unit of buffer sizes, `NUMBERS` or `BYTES`.
-    `results_of(how)`: the result row width of a feature or attention reading."""
+    `results_of(how)`: returns the width of a feature or attention reading's result rows."""
     steady = np.count_nonzero(batch.count == 1) == len(batch.count)
     tokens, last = _label(batch, steady, unit is NUMBERS)
     active, layout = table.active(batch.slot), table.captures.layout()
@@ -328,7 +328,7 @@ def _steady_steps(position: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
 
 
 def _in_turn(sizes: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """Return the offsets of adjacent regions, laid out in ascending order of `turn`."""
+    """Return the offsets of regions laid out consecutively, in ascending order of `turn`."""
     end = np.zeros_like(sizes)
     order = turn.argsort(kind="stable") if turn.any() else slice(None)
     end[order] = sizes[order].cumsum()

@@ -69,7 +69,7 @@ from patchclamp.plan.bound import (
 )
 from patchclamp.store.tensors import PROBE
 
-READING = 32  # an encoder's work, in records
+READING = 32  # work of a feature or attention capture, in records
 READINGS = 1 << 24  # number of reading ids: the integers that are exact in a record's fp32 field
 
 
@@ -84,15 +84,15 @@ class CaptureLayout(msgspec.Struct, dict=True, eq=False):
     group: the range's point group, 0 … G−1
     sampled: True if the range's rows are sampled rows
 
-    Regions [A], in order of points:
+    Regions [A], ascending by `point`:
     region_number: the region's id in records
     region_group: the region's point group
     dtype: an index into `DTYPES`
     products: the number of values kept per row; 0: all
 
     groups: G
-    pool [G]: the reduction of the op's rows in a step, as in `Keep.pool`; larger values identify a reading that encodes
-        the rows; 0: neither
+    pool [G]: the pooling of the op's rows in a step, as in `Keep.pool`; larger values are the number of the reading
+        (features or attention) that encodes the rows; 0: neither
     """
 
     range_number: np.ndarray
@@ -283,7 +283,7 @@ class CaptureRanges:
         self, op: np.ndarray, start: np.ndarray, stop: np.ndarray, kept_as: np.ndarray, point: np.ndarray
     ) -> list[np.ndarray]:
         """Arrange the records in grids [points, ranges]: one grid per op whose points all keep the same ranges; for
-        other records, one grid per point and `kept_as` (dtype and products in one integer)."""
+        other records, one grid per point and `kept_as` (dtype, pool and products in one integer)."""
         order, grids, ungrouped = np.argsort(op, kind="stable"), [], [np.zeros(0, np.int64)]
         for records in np.split(order, np.flatnonzero(np.diff(op[order])) + 1):
             grid = self._grid(records, start, stop, kept_as, point) if len(records) > 1 else None
@@ -410,7 +410,7 @@ def records_of_alike(
 
 
 def record_count(ops: Sequence[BoundOp]) -> int:
-    """Return the maximum number of a bound program's records, on a worker with all points. An attention edit has
+    """Return the maximum number of records of a bound program, on a worker with all points. An attention edit has
     records both at its queries and at the result, or one for each range of removed keys."""
     removes = only_removes_keys(ops)
     return sum(
@@ -423,7 +423,7 @@ def record_count(ops: Sequence[BoundOp]) -> int:
 
 def record_work(ops: Sequence[BoundOp]) -> int:
     """Return a bound program's work, in records. A matrix counts once per `PRODUCTS` rows, since a step computes a
-    row's products one by one. Features count `READING` times, since each op runs its SAE's encoder."""
+    row's products one by one. Each feature or attention capture adds `READING`."""
     ranks = {Keep: "products", Factored: "rank"}
     products = ((getattr(op.action, ranks.get(type(op.action), ""), 0), op) for op in ops)
     read = sum(isinstance(op.action, Keep) and op.action.reader is not None for op in ops)
@@ -507,7 +507,7 @@ def _capture(first: Keep, fields: np.ndarray, actions: Sequence[Keep], addresses
 
 @_write.register
 def _store(first: Store, fields: np.ndarray, actions: Sequence[Store], addresses: Several, ordinal: int) -> None:
-    pass  # nothing to write: the target of its rows is `value`, which all kinds share
+    pass  # nothing to write: rows are stored at `value`, which all kinds share
 
 
 @_write.register

@@ -96,7 +96,7 @@ class Decided(msgspec.Struct):
 
 class Frame(msgspec.Struct, frozen=True):
     """Context of a check: sizes (rows, width) by bank key, the prompt's length, the position `limit`, the model's
-    sites, and the positions of the rows that the run has stored so far, by `own_key`."""
+    sites, the positions of the rows that the run has stored so far, by `own_key`, and the decisions so far."""
 
     sizes: Mapping[str, tuple[int, int]]
     prompt: int
@@ -138,7 +138,7 @@ def _check_sizes(sizes: Mapping[str, tuple[int, int]], sites: SiteMap) -> None:
 
 
 def verify_cells(cells: CellRecords, sizes: Mapping[str, tuple[int, int]], limit: int, sites: SiteMap) -> None:
-    """Verify cells: edits at positions below `limit`, and all keys' sizes (rows, width). Raises `ProgramError`."""
+    """Verify cells with positions below `limit` and keys of `sizes` (rows, width). Raises `ProgramError`."""
     _check_sizes(sizes, sites)
     _need(len({*cells.keys}) == len(cells.keys) and all(key in sizes for key in cells.keys), "keys without a size")
     number = np.concatenate([np.zeros(0, np.int64), *(group.number.ravel() for group in cells.groups)])
@@ -267,7 +267,7 @@ def _check_ranges(op: BoundOp, frame: Frame) -> None:
 
 
 def _check_shards(op: BoundOp, sites: SiteMap) -> None:
-    """Check that an op reads only rows sharded like its own, and sums over no sharded row."""
+    """Check that an edit reads only rows sharded like its own, and computes no sum over a sharded row."""
     for key, point in op.reads() if op.is_edit else ():
         read = source_of(key)
         cut = read is not None and sites.shard_count(read[1]) != sites.shard_count(point)

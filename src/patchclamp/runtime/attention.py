@@ -29,7 +29,7 @@ class Keys(Protocol):
     """An engine's cached keys and values. Slots identify the step's requests."""
 
     def facts(self, point: int) -> AttentionFacts:
-        """Return the score parameters of a point's layer. Raises `UnsupportedSite` if its scores cannot be
+        """Return the parameters of a layer's scores, by query point. Raises `UnsupportedSite` if the scores cannot be
         recomputed."""
         ...
 
@@ -127,7 +127,7 @@ class AttentionReading:
 
 
 class EditedAttention(NamedTuple):
-    """One request's attention edits in one layer. `point`: the point of the layer's queries."""
+    """One request's attention edits in one layer. `point`: the layer's query point."""
 
     run: str
     point: int
@@ -212,7 +212,7 @@ class AttentionEdits:
         for batch in self._batches[key]:
             if self._error(edited, batch, query_MHE, new_MHE, dtype) is None:
                 continue
-            for b, rows_N in zip(batch.which, batch.rows_BN, strict=True):  # one of them fails
+            for b, rows_N in zip(batch.which, batch.rows_BN, strict=True):  # find the requests at fault
                 alone = _batch(call, [b], rows_N[None], rows_MZ.device)
                 if (error := self._error(edited, alone, query_MHE, new_MHE, dtype)) is not None:
                     self._failed.append((edited[b], as_patchclamp_error(error).under(edited[b].path)))
@@ -239,7 +239,7 @@ class AttentionEdits:
         at_T = torch.arange(count, device=new_MHE.device)
         seen_BT = at_T <= batch.end_BN[:, -1:]
         if facts.window:
-            seen_BT &= at_T > batch.begin_B[:, None] - facts.window  # blocks of earlier positions may be free
+            seen_BT &= at_T > batch.begin_B[:, None] - facts.window  # earlier blocks may be freed
         part_BTKE = cached_BTKE[:, :, first // group : (first + heads) // group]
         value_BTKE = part_BTKE.float().masked_fill(~seen_BT[..., None, None], 0)
         query_BNHE = query_MHE[batch.index_BN]
@@ -276,7 +276,7 @@ class AttentionEdits:
             numbers = numbers[rows.size :]
             for one, position_N, row in zip(each.edited, each.position_BN, rows, strict=True):
                 finite_N, blind_N, (size, error) = row[:count] > 0, row[count : 2 * count] > 0, row[-2:]
-                if math.isfinite(size) and not error <= each.max_error * size:  # 0 if a program zeroes v
+                if math.isfinite(size) and not error <= each.max_error * size:  # both are 0 if v is zeroed
                     gap = f"error {error:.1g}, norm {size:.1g}"
                     yield (
                         one,
@@ -303,7 +303,7 @@ def _batches(call: _Call, heads: int, width: int, device: torch.device) -> Itera
     """Yield the batches of a call. `width`: the number of elements in one position's keys."""
     ends = np.cumsum(call.count_B)
     begins, position_M = (ends - call.count_B).tolist(), call.position_M
-    by_count: dict[int, list[tuple[int, int, np.ndarray]]] = {}  # of edited queries: last position, request, their rows
+    by_count: dict[int, list[tuple[int, int, np.ndarray]]] = {}  # of edited queries; (last position, request, rows)
     for b, (edits, begin, end) in enumerate(zip(call.edits_B, begins, ends.tolist(), strict=True)):
         rows = begin + np.flatnonzero(np.any([edit.is_query(position_M[begin:end]) for edit in edits], 0))
         if len(rows):

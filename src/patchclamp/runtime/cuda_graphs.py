@@ -79,7 +79,7 @@ def compare(recorded: Mapping[str, int], filled: Mapping[str, int], graph: str) 
 PATIENCE = 12  # replays for the same points before a copy is made, which costs about as much as 12 replays save
 MAX_NODES = 1 << 15  # nodes in all copies together
 NODE_BYTES = 3600  # device memory of a copy per node (1.25 MiB for 368, vLLM 0.32 on an H200)
-MAX_COUNTED = 256  # sets of points whose replays a graph counts
+MAX_COUNTED = 256  # sets of points for which a graph counts replays
 
 logger: logging.Logger = logging.getLogger("patchclamp")
 
@@ -89,7 +89,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self._taps: dict[int, list[tuple[Any, int]]] = {}
-        self._copies: collections.OrderedDict[_Copy, None] = collections.OrderedDict()  # least recently chosen first
+        self._copies: collections.OrderedDict[_Copy, None] = collections.OrderedDict()  # least recently used first
         self._dropped: list[tuple[torch.cuda.Event, _Copy]] = []  # each with the event after its last replay
         self.active: np.ndarray = np.zeros(0, bool)
         self.key: bytes = b""  # the `active` mask, as bytes
@@ -259,7 +259,7 @@ def _join(graph: Any, earlier: Any, later: Any, edge: Any) -> None:
 
 
 def _neighbours(call: str, node: Any) -> list[tuple[Any, Any]]:
-    """Return a node's neighbors, with their edges."""
+    """Return a node's neighbours, each with the data of its edge."""
     nodes, edges, count = _done(call, node, _MAX_NEIGHBOURS)
     if count >= _MAX_NEIGHBOURS:
         raise RuntimeError(f"a graph node has {count} neighbours")

@@ -46,7 +46,7 @@ from patchclamp.runtime.host_step import Bank, Encode, reduced_rows
 from patchclamp.store.captures import ALIGNED, BufferSlice, ScatteredSlices
 from patchclamp.store.host_memory import HostBlock, PinnedSlabs, Slab
 
-DEPTH = 4  # staging buffers: more steps in flight than any scheduler keeps
+DEPTH = 4  # staging buffers, more than the steps that any scheduler keeps in flight
 MIN_STAGING_WORDS = 1 << 14  # initial words of a staging buffer
 
 
@@ -197,7 +197,7 @@ class CudaTables:
         return [(self._at["since"], since)] if (since[1:] < NEVER).any() else []
 
     def rebase(self, plan: StepPlan, begin: int) -> None:
-        """Rewrite the capture bases as if the planned step's captures started at byte `begin`."""
+        """Rewrite the capture bases, as if the planned step's captures started at byte `begin`."""
         self._send(self._targets(plan, begin)[1:])
         self.copies, self.rebased = self.copies - 1, self.rebased + 1
 
@@ -529,7 +529,7 @@ class CudaStep:
         moves.warm(bank.data.device)
         self._cache: Callable[[int], PagedCache] | None = None
         self._is_query = self._is_output = np.zeros(table.first.shape[1] - 1, bool)
-        self._query: torch.Tensor | None = None  # of the layer that was last reached, [R, H · E]
+        self._query: torch.Tensor | None = None  # of the last layer reached, [R, H · E]
         self._plan: StepPlan | None = None
         self._steps = 0  # steps since the plan was made
         self._upfront_bytes = 0  # bytes of captures that are allocated when a step begins
@@ -590,7 +590,7 @@ class CudaStep:
         return next((size for size in sizes if size + plan.scratch <= self.max_graph_bytes), 0)
 
     def _zero(self, plan: StepPlan) -> int:
-        """Return the ring offset of the step's buffer as if the sampled rows at its start were always allocated."""
+        """Return the ring offset of the step's buffer, as if the sampled rows at its start were allocated too."""
         return self._first_byte - (plan.size - self._upfront_bytes)
 
     def apply(

@@ -121,7 +121,7 @@ class Reading:
 
 
 class Dictionaries:
-    """One worker's SAEs, by name. `size`: bytes reserved for them; if 0, each is allocated when attached."""
+    """One worker's SAEs, by name. `size`: bytes reserved for them; 0: memory is allocated when an SAE is attached."""
 
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self._device, self._size = device, size
@@ -161,7 +161,7 @@ class Dictionaries:
         return 0 if self._size else needed
 
     def _place(self, needed: int) -> int:
-        """Return the offset of the first gap of at least `needed` bytes in the reserved memory."""
+        """Return the offset of the first gap of `needed` bytes in the reserved memory; else raise `CapacityError`."""
         begin = 0
         for first, end in sorted(self._used.values()):
             if first - begin >= needed:
@@ -186,8 +186,8 @@ class Dictionaries:
         return found
 
     def reading(self, keep: Keep) -> Reading | AttentionReading:
-        """Return the reading for a capture of features or attention; programs share it. Raises `MissingSource` for a
-        detached SAE."""
+        """Return the reading for a capture of features or attention, shared by programs with equal readers. Raises
+        `MissingSource` for a detached SAE."""
         reader, known = keep.reader, self._readings.get((keep.reader, keep.top))
         sae = self.of(reader.name, reader.content) if isinstance(reader, FeatureReader) else None
         if known is not None and (sae is None or (isinstance(known, Reading) and known.sae is sae)):

@@ -21,8 +21,8 @@ from patchclamp.store.host_memory import HostBlock
 
 
 class Bank:
-    """fp32 rows on the device, at fixed addresses. The process that admits programs allocates them, and decides when
-    they may be overwritten (`plan.room`).
+    """fp32 rows on the device, at fixed addresses. The process that admits programs allocates the rows, and decides
+    when they may be overwritten (`plan.room`).
 
     data: a flat tensor of `numbers` elements on `device`
     """
@@ -40,7 +40,7 @@ class Bank:
 
 
 POOLED_NUMBERS = 1 << 24  # values converted to fp64 at a time
-LONG = 512  # the average length from which ranges are pooled one by one
+LONG = 512  # the average number of rows per range from which ranges are pooled one by one
 
 
 Encode = Callable[[int, torch.Tensor, Queries], torch.Tensor]  # reads rows [n, W] by reading id
@@ -134,7 +134,7 @@ class Step(Protocol):
 class HostStep:
     """Steps in PyTorch, with one fp32 capture buffer per step.
 
-    On a GPU, non-finite edits are reported after the step, so only taps that read token ids or run code synchronize.
+    On a GPU, non-finite edits are reported after the step; only taps with token conditions, probes or code synchronize.
     """
 
     unit, recording, removes_keys = NUMBERS, False, False

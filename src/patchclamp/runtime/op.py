@@ -108,7 +108,7 @@ shorten(site)
 
 
 class at_work:
-    """A context in which taps on this thread call `runtime`; with None they do nothing.
+    """A context manager within which taps on this thread call `runtime`; with None they do nothing.
 
     compiled: True if all code in the context is already compiled. Nothing may be traced or compiled then: Dynamo does
         not support the replacement made by `shorten`

@@ -305,7 +305,7 @@ class Continuity:
         )
 
     def judge(self, requests: list[str], position: np.ndarray, total: int) -> Sameness:
-        """Classify a step by its requests in the runner's order, their next positions, and its `total` of tokens."""
+        """Classify a step by its requests in the runner's order, their next positions, and the step's token count."""
         plan = self.plan
         if plan is None or self.steps >= plan.steady_steps or self._version != self._table.version:
             return "changed"
@@ -333,7 +333,7 @@ class Continuity:
         return self._answer
 
     def keep_answer(self, requests: list[str] | None, answer: tuple[bool, bool], steps: int) -> None:
-        """Cache an answer for `steps` further steps of the same requests. With `requests` None, cache nothing."""
+        """Cache an answer for `steps` further steps of the same requests; clear the cache if `requests` is None."""
         self._scheduled = None if requests is None else list(requests)
         self._answer, self._answer_steps, self._answer_version = answer, steps, self._table.version
 
@@ -415,7 +415,7 @@ class Runtime:
 
     def __init__(self, sites: SiteMap, limits: Limits, device: torch.device | str = "cpu", rank: int = 0) -> None:
         self.sites, self.limits, self.device = sites, limits, torch.device(device)
-        # by point, as all arrays here: this worker's shard; True if there are others; True if it keeps its captures
+        # by point, like all arrays here: this worker's shard; True if sharded; True if this worker keeps its captures
         self.shards: list[Shard] = [sites.shard(point.number, rank) for point in sites.points]
         self._sharded = np.array([sites.shard_count(point.number) > 1 for point in sites.points])
         self._is_whole = not self._sharded.any()
@@ -442,7 +442,7 @@ class Runtime:
         self._stop_of: dict[str, int] = {}
         self.views: dict[int, View | None] = {}  # by point: its view in the tensor of its tap
         self.has_tap: np.ndarray = np.ones(len(sites.points), bool)  # True if this worker has the tap of a point
-        self.keeps = True  # True if this worker keeps captures, among those with the same rows
+        self.keeps = True  # True if this worker, among those with the same rows, keeps captures
         # returns the rows of other workers that a request's program reads, by bank key; None: no other workers
         self.remote_rows: Callable[[str], Mapping[str, torch.Tensor]] | None = None
         self.failures: int = 0  # runs whose edits were not finite
@@ -472,7 +472,7 @@ class Runtime:
     # -- vectors and results, between steps
 
     def hold_code(self, run: str, code: Mapping[int, Code]) -> None:
-        """Keep the code of a run's `Apply` ops until the run has ended."""
+        """Keep the code of a run's ops until the run has ended."""
         self._code |= {number: (run, function) for number, function in code.items()}
         if code:
             self._code_of.setdefault(run, []).extend(code)
@@ -497,7 +497,7 @@ class Runtime:
         dtype: torch.dtype,
     ) -> torch.Tensor:  # fmt: skip
         """Store the rows at a layer's query point, or edit the rows of its attention output (`AttentionEdits`).
-        `numbers`: each request's index into the attention edits."""
+        `numbers`: the (negative) code number of each request's attention edits."""
         edited = [self._attention[number] for number in numbers]
         if self._edits is None:
             assert self.keys is not None
@@ -546,7 +546,7 @@ class Runtime:
         return [rows for _, rows in tensors_of(self.store.find((run, point, None, 0) for run, point in wanted))]
 
     def release(self, runs: Iterable[str]) -> None:
-        """Free the runs' captures."""
+        """Free the runs' captures, code and code errors."""
         for run in runs:
             self._code_errors.pop(run, None)
             self.drop_code(run)  # if the run was never admitted
@@ -891,7 +891,7 @@ class Runtime:
                 self._free(request, admitted)
 
     def drop_code(self, run: str) -> None:
-        """Free the code of a run's `Apply` ops."""
+        """Free a run's code and attention edits."""
         for number in self._code_of.pop(run, ()):
             del (self._code if number > 0 else self._attention)[number]
 
@@ -988,7 +988,7 @@ class Runtime:
     def _apply_viewed(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, view: View | None, width: int
     ) -> None:
-        """Apply the plan at a point whose rows are only part of the tensor, or differ from it in shape."""
+        """Apply the plan at a point whose rows are part of the tap's tensor, or differ from it in shape."""
         shape = hidden.shape
         if view is not None and view.by_head:
             shape = hidden.shape[1], hidden.shape[3]
@@ -1026,7 +1026,7 @@ class Runtime:
         part.copy_(after.view(part.shape))
 
     def end(self) -> None:
-        """Pass the step's captures to the store."""
+        """End the step: report failed attention edits, and pass the step's captures to the store."""
         plan, self.plan = self.plan, None
         if self._edits is not None:
             self._collect_edits(self._edits)

@@ -13,7 +13,7 @@ import torch
 from patchclamp.errors import Mislabelled
 
 TOLERANCE = 0.02  # relative to a row's norm: bfloat16 rounds by 0.4 %; different tokens differ by about a norm
-FACTORS = 2.0**-10, 2.0**10  # models scale embeddings by 1 to about 130; a fit beyond is not theirs, nor is 0 or below
+FACTORS = 2.0**-10, 2.0**10  # bounds on the fitted factor; models scale embeddings by 1 to about 130
 
 
 def mislabelled(
