@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -48,6 +49,20 @@ def test_rows_and_bytes_are_those_that_the_selection_names(selection, prompt, ge
         assert captured_bytes(bound, lm.sites) == 4 * (
             len(prompt) * widths["z[1]"] + (positions + more) * widths["embed"]
         )
+
+
+@pytest.mark.parametrize("tokens", [pc.every, pc.prompt, pc.generated, pc.prompt[2:]])
+def test_bytes_of_probes_and_lenses_are_those_of_computed_tokens(tokens):
+    """None if the run ended before its first token was computed."""
+    with pc.LM("fake", engine="fake") as lm:
+        probe = pc.Probe(np.ones((3, lm.model.d_model)), pc.resid_post[0], name="three", tokens=tokens)
+        program, length = Program.of((), [probe, pc.resid_post[1] @ tokens]), 5
+        bound = bind(program, "run", Prompt(list(range(length)), lambda: ("", [])), 4, lm.sites, None)
+        taken = np.asarray(Prompt(list(range(length)), lambda: ("", [])).select(tokens, length + 3, None))
+        for computed in (0, 1, 3, 5, 7, 8, None):
+            count = len(taken) if computed is None else int((taken < computed).sum())
+            assert bound.private_bytes(lm.sites, computed) == 4 * 3 * count
+            assert captured_bytes(bound, lm.sites, computed) == 4 * (3 + lm.model.d_model) * count
 
 
 def test_every_kind_of_op_has_a_name():

@@ -459,7 +459,8 @@ class BoundProgram(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Return the bytes of all private rows (`Keep.is_private`) in the first `computed` positions; None: all, up to
         `max_tokens`."""
         return sum(
-            4 * (op.action.numbers or sites.points[point].width) * max(min(stop, computed or stop) - start, 0)
+            4 * (op.action.numbers or sites.points[point].width)
+            * max((stop if computed is None else min(stop, computed)) - start, 0)
             for op in self.ops if isinstance(op.action, Keep) and op.action.is_private
             for start, stop, *_ in op.kept for point in op.points
         )  # fmt: skip
