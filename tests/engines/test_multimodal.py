@@ -82,7 +82,8 @@ def test_every_edit_moves_the_logits_as_on_transformers(pair):
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 def test_linear_attention_is_proved_in_the_dtype_that_it_runs_in(name, tmp_path):
     that_reads_images(tmp_path, name)
-    is_proved_in_bfloat16(str(tmp_path), worst=0.5, **NO_IMAGES)  # 0.43 with AMX
+    worst = 0.5 if torch.cpu._is_amx_tile_supported() else 0.4  # oneDNN rounds otherwise with AMX: 0.43
+    is_proved_in_bfloat16(str(tmp_path), worst=worst, **NO_IMAGES)
 
 
 def test_graphs_of_the_decoder_are_the_engines(pair):
