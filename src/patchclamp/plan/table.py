@@ -666,7 +666,7 @@ class ProgramTable:
         self._add_captures(slots, places, records, counts)
         is_code = records["kind"] == APPLY
         self.coded.update(slots[is_code.any(axis=1)].tolist())
-        self.scripted.update(slots[(is_code & (records["value"] > 0)).any(axis=1)].tolist())
+        self.scripted.update(slots[(is_code & (records["value"] >= 0)).any(axis=1)].tolist())
         self.deciding.update(slots[np.isin(records["kind"], (TEST, SPAN)).any(axis=1)].tolist())
         self.removing.update(slots[(records["kind"] == REMOVE).any(axis=1)].tolist())
         self.latches[slots] = self.drafted[slots, None] = NEVER
