@@ -8,7 +8,8 @@ Jobs, of the shape of Qwen3-0.6B with random weights in bf16, prompts as token i
 - `steer`: 256 requests of 64 + 64 tokens, one vector added at the middle layer to every token;
 - `capture`: the residual stream of every layer, for 64 prompts of 2,048 tokens, in the caller's hands;
 - `sweep`: the stream before every layer at each of 204 positions patched from another prompt: 5,712 cells;
-- `lens`: the five likeliest tokens of every layer at the last position of 64 prompts of 64 tokens.
+- `lens`: the five likeliest tokens of every layer at the last position of 64 prompts of 64 tokens;
+- `lens_each`: the same, a call per prompt: the study `logit_lens`.
 
 `capture/8` is an eighth of a job: of its prompts, or of the layers of a sweep, evenly spaced.
 
@@ -46,8 +47,8 @@ BATCH = 1 << 16  # tokens of a batch of hooks
 ONE_TOKEN = {"temperature": 0.0, "max_tokens": 1}
 ANSWER, FOIL, TOP = 7, 9, 5
 SIZES = {  # by shape: requests and tokens of steer, prompts and tokens of capture, tokens of sweep, prompts of lens
-    "0.6b": {"steer": (256, 64), "capture": (64, 2048), "sweep": 204, "lens": (64, 64)},
-    "tiny": {"steer": (8, 12), "capture": (4, 32), "sweep": 12, "lens": (4, 12)},
+    "0.6b": {"steer": (256, 64), "capture": (64, 2048), "sweep": 204, "lens": (64, 64), "lens_each": (64, 64)},
+    "tiny": {"steer": (8, 12), "capture": (4, 32), "sweep": 12, "lens": (4, 12), "lens_each": (4, 12)},
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {"hidden_size": 1024, "vocab_size": 49_152},
@@ -141,6 +142,12 @@ class Patchclamp(Side):
         runs = self.lm.run(prompts, max_tokens=1, capture=lens)
         return {"top": np.stack([read[pc.resid_post].ids[:, 0] for read in self.lm.lens(runs)])}
 
+    def lens_each(self, prompts: list[list[int]]) -> Arrays:
+        import patchclamp as pc
+
+        found = [pc.studies.logit_lens(self.lm, ids, positions=[-1], top=TOP, show_progress=False) for ids in prompts]
+        return {"top": np.stack([each.top_ids[:, 0] for each in found])}
+
 
 class Batched(Side):
     """Transformers in whole batches. What differs between tools is how they reach the stream."""
@@ -201,6 +208,9 @@ class Batched(Side):
         with self.torch.inference_mode():
             last = self.torch.stack([each[:, -1] for each in self._streams(self._tensor(prompts))], 1)
             return {"top": self._unembed(last).topk(TOP).indices.cpu().numpy()}
+
+    def lens_each(self, prompts: list[list[int]]) -> Arrays:
+        return {"top": np.concatenate([self.lens([ids])["top"] for ids in prompts])}
 
 
 class Hooks(Batched):
@@ -478,7 +488,7 @@ SIDES: dict[str, type[Side]] = {
     "stock": Stock, "patchclamp": Patchclamp, "hooks": Hooks, "transformer_lens": TransformerLens,
     "nnsight_hf": NnsightHF, "nnsight": Nnsight, "vllm_lens": VllmLens,
 }  # fmt: skip
-JOBS = ("steer", "capture", "sweep", "lens")
+JOBS = ("steer", "capture", "sweep", "lens", "lens_each")
 
 
 def inputs(job: str, shape: str, number: int, part: int = 1) -> list[Any]:
