@@ -371,7 +371,8 @@ class LM:
             raise ProgramError(f"expected one continuation per prompt, for {len(prompts)} prompts", "continuation")
         bindings = self.bindings()
         jobs: list[GradeJob] = []
-        are_several = [_are_several(given) for given in continuations]
+        are_several = [isinstance(given, (list, tuple)) and any(isinstance(each, (str, list, tuple)) for each in given)
+                       for given in continuations]  # fmt: skip
         for i, (one, given) in enumerate(zip(prompts, continuations, strict=True)):
             try:
                 scores = read_scores(given if are_several[i] else [given], self.tokenizer.bare, self.model.d_vocab)
@@ -487,7 +488,8 @@ class LM:
         called with a job's index, its grades so far, and the indices of the programs just graded. With the route
         "bulk", raises `CapacityError` unless all jobs run in batches."""
         reason = "requested by the caller" if route == "requests" else self.batch_refusal
-        reasons = [reason or self._job_refusal(job) for job in jobs]
+        refusals = [next(iter(job.refused.values())) if 0 < job.count == len(job.refused) else "" for job in jobs]
+        reasons = [reason or self.engine.job_refusal(job) or of_all for job, of_all in zip(jobs, refusals, strict=True)]
         tables = [GradeTable(job) for job in jobs]
         grades = [table.grades(route) for table in tables]
 
@@ -513,11 +515,6 @@ class LM:
             run(functools.partial(by_requests, self.engine), left, batch)
         return [table.grades("requests" if refusal else "bulk", refusal or ", ".join(sorted({*job.refused.values()})))
                 for table, job, refusal in zip(tables, jobs, reasons, strict=True)]  # fmt: skip
-
-    def _job_refusal(self, job: GradeJob) -> str:
-        """Return the reason why all programs of a job run as requests; "" if any can run in batches."""
-        all_refused = 0 < job.count == len(job.refused)
-        return self.engine.job_refusal(job) or (next(iter(job.refused.values())) if all_refused else "")
 
     def _read_call(
         self, prompt: Any = None, *, messages: Any = None, max_tokens: int = 16, edits: Any = (), capture: Any = (),
@@ -976,11 +973,6 @@ for _method in (LM.run, LM.arun, LM.stream):
     _method.__signature__ = inspect.signature(LM._read_call).replace(  # pyright: ignore[reportFunctionMemberAccess]
         return_annotation=inspect.signature(_method).return_annotation
     )
-
-
-def _are_several(given: Any) -> bool:
-    """True if a prompt argument is a list of texts, or of lists of token ids."""
-    return isinstance(given, (list, tuple)) and any(isinstance(each, (str, list, tuple)) for each in given)
 
 
 class _Prompt(NamedTuple):

@@ -436,14 +436,24 @@ def ensure_proved(lm: LM) -> list[Proof]:
     map. Proofs of weights updated after loading are not cached."""
     engine = lm.engine
     engine.proved_weights = weights = engine.weights  # set first: the proofs' own runs check it
-    engine.batch_difference = None
+    engine.batch_difference = engine.lens_difference = None
     try:
         proofs = _proofs(lm, is_loaded=not weights)
     except BaseException:
         engine.proved_weights = -1
         raise
     lm.sites.withdrawn = {proof.name: proof.note for proof in proofs if not proof.holds}
+    engine.lens_difference = lm.sites.withdrawn.get(LENS, "")
     return proofs
+
+
+def lens_difference(lm: LM) -> str:
+    """Return how a lens on the final stream differs from the model; "" if equal. Proved once for these weights."""
+    if lm.engine.lens_difference is None:
+        proof = prove_lens(lm)
+        lm.engine.lens_difference = proof.note if proof.shape else None  # an unexpected error may be temporary
+        return proof.note
+    return lm.engine.lens_difference
 
 
 def _proofs(lm: LM, is_loaded: bool) -> list[Proof]:
@@ -519,8 +529,9 @@ class ProvedLM(LM):
     def _follow_weights(self) -> None:
         if self._proves:
             self.prove_again()
-        else:
+        elif self.engine.proved_weights != self.engine.weights:
             self.engine.proved_weights = self.engine.weights
+            self.engine.batch_difference = self.engine.lens_difference = None
 
     def _read_call(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_weights()

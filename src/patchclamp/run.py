@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
@@ -611,28 +612,27 @@ class Run:
         """Return the lenses and features that have not been computed yet, by (point, op number)."""
         lenses: dict[tuple[int, int], UnreadLens] = {}
         for path, number in self._lens_ops.items() if self.error is None else ():
-            op = self.op_at(path)
+            op, rows = self.op_at(path), len(self._expected_of(number))
             assert isinstance(op, Lens)
             for ref in self.site_map.resolve(op.at):
                 if (key := (ref.point, number)) not in self._lenses:
-                    rows = len(self._expected(*key))
                     lenses[key] = UnreadLens(op.top, op.translator(ref.layer), rows)
         for key in self._feature_ops.values() if self.error is None else ():
             if key not in self._lenses:
                 keep = self._stored_op(key[1]).action
                 assert isinstance(keep, Keep)
                 assert isinstance(keep.reader, FeatureReader)
-                lenses[key] = UnreadLens(keep.top, keep.reader, len(self._expected(*key)))
+                lenses[key] = UnreadLens(keep.top, keep.reader, len(self._expected_of(key[1])))
         return lenses
 
     def take_lenses(self, read: dict[tuple[int, int], TopTokens]) -> None:
         """Store results of lenses and features, given by (point, op number), at the positions that each op selects."""
+        of_op = {number: self._selected(number, self._expected_of(number)) for number in {op for _, op in read}}
         for (point, number), (positions, ids, logprobs) in read.items():
-            count, expected = len(self._computed(positions)), self._expected(point, number)
+            count, (expected, selected) = len(self._computed(positions)), of_op[number]
             if not np.array_equal(positions[:count], expected):
                 raise PatchclampError(f"expected {len(expected)} captured positions, got {count}")
-            _, selected = self._selected(number, expected)
-            kept = np.flatnonzero(np.ones(count, bool) if selected is None else selected)
+            kept = slice(count) if selected is None else np.flatnonzero(selected)
             self._lenses[point, number] = expected[kept], ids[kept], logprobs[kept]
 
     def read_lens(self, key: tuple[int, int]) -> TopTokens:
@@ -867,6 +867,10 @@ class Run:
         """Return the positions captured at a point by one op or by all (None)."""
         if ordinal is None:
             return self._captured_computed[point]
+        return self._expected_of(ordinal)
+
+    def _expected_of(self, ordinal: int) -> np.ndarray:
+        """Return the positions captured by one op, at each of its points."""
         return self._computed(position_array(self._stored_op(ordinal).kept))
 
     def _selected(self, ordinal: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -1238,8 +1242,7 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
             if run.closed:
                 raise MissingSource(f"run {run.key} was closed before its lenses were read")
             if rows == 0:  # most parts of a stream, for a lens on the prompt
-                none = np.zeros((0, top))
-                run.take_lenses({key: (NO_POSITIONS, none.astype(np.int32), none.astype(np.float32))})
+                run.take_lenses({key: (NO_POSITIONS, np.zeros((0, top), np.int32), np.zeros((0, top), np.float32))})
                 continue
             by_lens.setdefault((top, by), []).append((run, key, rows))
     for (top, by), lenses in by_lens.items():
@@ -1251,8 +1254,8 @@ def read_lenses(engine: Engine, runs: Iterable[Run], wanted: Sequence[tuple[int,
                 found = [_features_in(*captured, top) for captured in engine.fetch_many(rows)]
             else:
                 found = engine.lens_many(rows, top, by)
-            for (run, key, _), tokens in zip(some, found, strict=True):
-                run.take_lenses({key: tokens})
+            for run, of_run in itertools.groupby(zip(some, found, strict=True), lambda pair: pair[0][0]):
+                run.take_lenses({key: tokens for (_, key, _), tokens in of_run})
 
 
 def _features_in(positions: np.ndarray, rows: torch.Tensor | np.ndarray, top: int) -> TopTokens:

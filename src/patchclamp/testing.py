@@ -89,11 +89,8 @@ class FakeTokenizer:
         return [BOS, *self.bare(text)]
 
     def bare(self, text: str) -> list[int]:
-        return [self._id(word) for word in self._next.findall(text)]
-
-    def _id(self, word: str) -> int:
-        hashed = len(SPECIAL) + zlib.crc32(word.encode("utf-8", "surrogatepass")) % self._letters
-        return self._ids.get(word, hashed)
+        return [self._ids.get(word, len(SPECIAL) + zlib.crc32(word.encode("utf-8", "surrogatepass")) % self._letters)
+                for word in self._next.findall(text)]  # fmt: skip
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
@@ -543,7 +540,8 @@ class _Net:
             tap("mid", number, h_RD)
             in_RD = _norm(h_RD)
             tap("mlp_in", number, in_RD)
-            neurons_RM = _neurons(layer, in_RD)
+            gate_RM = _times(in_RD, layer.gate_DM)
+            neurons_RM = gate_RM / (1 + np.exp(-gate_RM)) * _times(in_RD, layer.up_DM)
             tap("neurons", number, neurons_RM)
             mlp_RD = _times(neurons_RM, layer.down_MD)
             tap("mlp_out", number, mlp_RD)
@@ -598,11 +596,6 @@ def _times(x_RA: np.ndarray, w_AB: np.ndarray) -> np.ndarray:
 
 def _norm(x_RD: np.ndarray) -> np.ndarray:
     return x_RD / np.sqrt((x_RD * x_RD).mean(axis=-1, keepdims=True) + np.float32(1e-5))
-
-
-def _neurons(layer: _Layer, x_RD: np.ndarray) -> np.ndarray:
-    gate_RM = _times(x_RD, layer.gate_DM)
-    return gate_RM / (1 + np.exp(-gate_RM)) * _times(x_RD, layer.up_DM)
 
 
 def _attend(q_HE: np.ndarray, k_THE: np.ndarray, v_THE: np.ndarray) -> np.ndarray:

@@ -12,8 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 import patchclamp as pc
+from patchclamp import proving
 from patchclamp.cli.study_commands import app
 from patchclamp.engines import transformers
+from patchclamp.proving import prove_lens
 from patchclamp.studies import (
     AttributionPatching,
     attribution_patching,
@@ -488,6 +490,7 @@ def test_weights_that_are_not_the_live_models_are_found_out(tmp_path, monkeypatc
         unembed = lm.engine._unembed
         with monkeypatch.context() as patch:
             patch.setattr(lm.engine, "_unembed", lambda rows_ND: 1.1 * unembed(rows_ND))
+            lm.engine.lens_difference = None  # the weights changed behind its back
             with pytest.raises(pc.ProgramError, match=r"differ by .* readout='weights'"):
                 logit_lens(lm, IDS, readout="device")
             lens = logit_lens(lm, IDS)
@@ -734,3 +737,19 @@ class TestLensReadout:
         for one, other in zip(lm.lens(runs), lm.lens(whole), strict=True):
             for path in ("capture[0]", "capture[1]"):
                 assert np.abs(one[path].logprobs - other[path].logprobs).max() < 1e-4
+
+
+def test_the_study_proves_the_lens_once_until_weights_are_updated(tmp_path, monkeypatch):
+    proved = list[pc.LM]()
+    monkeypatch.setattr(proving, "prove_lens", lambda lm: proved.append(lm) or prove_lens(lm))
+    with pc.LM(of_family(tmp_path, "llama"), engine="transformers", skip_tokenizer_init=True, prove=False) as lm:
+        for positions in (None, [-1], None):
+            assert logit_lens(lm, IDS, positions=positions).readout == "device"
+        assert len(proved) == 1
+        monkeypatch.setattr(type(lm.engine), "weights", 1)
+        assert logit_lens(lm, IDS).readout == "device"
+        assert len(proved) == 2
+    with pc.LM(of_family(tmp_path, "llama"), engine="transformers", skip_tokenizer_init=True) as lm:
+        del proved[:]
+        logit_lens(lm, IDS)
+        assert not proved  # with the sites

@@ -507,6 +507,7 @@ class Engine(Protocol):
     proved_weights: the value of `weights` when the sites were last proved
     run_prefix: the prefix of all its run names
     batch_difference: a description of how batched and per-request grades differ; "" if equal, None before the proof
+    lens_difference: how a lens on the final stream differs from the model; "" if equal, None before the proof
     keeps_captures_here: True if unfetched captures occupy this machine's memory
     monitors: its always-on probes
     bank: the bank that all its `LM`s share; None if each has its own
@@ -522,6 +523,7 @@ class Engine(Protocol):
     run_prefix: str = ""
     keeps_captures_here: bool = True
     batch_difference: str | None = None
+    lens_difference: str | None = None
     monitors: tuple[Monitor, ...] = ()
     bank: NamedBank | None = None
 

@@ -274,10 +274,7 @@ class HttpEngine(Engine):
         for left in reversed(range(TRIES if again else 1)):
             try:
                 async with self._client.stream(
-                    verb,
-                    f"/{route}",
-                    content=content,
-                    timeout=None if route in LARGE else self._timeout_s,
+                    verb, f"/{route}", content=content, timeout=None if route in LARGE else self._timeout_s
                 ) as response:
                     if response.status_code < 400:
                         return await take(response)

@@ -18,6 +18,7 @@ from patchclamp.sites import SiteMap
 
 MAX_ROWS = 1 << 11  # rows unembedded together
 MAX_LOGITS = 1 << 27  # numbers of logits computed at a time
+MAX_SUMMARIZED = 1 << 24  # numbers of logits summarized at a time, by whole layers
 CHUNK = 512  # logits per chunk of a row; `likeliest` first computes each chunk's maximum
 
 Unembed = Callable[[torch.Tensor], "torch.Tensor | None"]  # rows [N, D] in fp32 on the device to logits [N, V]
@@ -69,7 +70,7 @@ def top_tokens(
     translate, is_here = translation(translator, device), True
     ids, logprobs = list[torch.Tensor](), list[torch.Tensor]()  # on the device, so that parts do not wait
     for part in _parts(rows, min(MAX_ROWS, max(MAX_LOGITS // sites.d_vocab, 1))):
-        rows_ND = torch.cat([each.to(device, non_blocking=True).float() for each in part])
+        rows_ND = torch.cat(part).to(device, non_blocking=True).float()
         logits_NV = unembed(translate(rows_ND))
         if logits_NV is None:  # another worker has them; this one takes part in every product
             is_here = False
@@ -99,19 +100,19 @@ def lens_values(logits_GPV: torch.Tensor, top: int, chosen: Sequence[int]) -> di
     found: list[list[torch.Tensor]] = [[] for _ in LENS_VALUES]
     logits_GPV, chosen_C = logits_GPV.float(), torch.tensor(chosen, dtype=torch.int64, device=logits_GPV.device)
     model_PV = logits_GPV[0] - logits_GPV[0].logsumexp(-1, keepdim=True)
-    for logits_PV in logits_GPV[1:]:
-        ids_PK, top_PK = likeliest(logits_PV, min(top, logits_PV.shape[1]))
-        ranks = [(logits_PV > logits_PV[:, token : token + 1]).sum(-1) for token in chosen]
-        logprobs_PV = logits_PV - logits_PV.logsumexp(-1, keepdim=True)
-        gap_PV = (model_PV - logprobs_PV).masked_fill_(model_PV == -torch.inf, 0)  # 0 · log 0 is 0
-        kl_P = gap_PV.mul_(model_PV.exp()).sum(-1)
-        entropy_P = -logprobs_PV.exp().mul_(logprobs_PV.masked_fill(logprobs_PV == -torch.inf, 0)).sum(-1)
-        values = (ids_PK, top_PK.exp(), torch.stack(ranks, -1) if ranks else ids_PK[:, :0], logprobs_PV[:, chosen_C],
-                  kl_P, entropy_P)  # fmt: skip
+    for logits_LPV in logits_GPV[1:].split(max(MAX_SUMMARIZED // logits_GPV[0].numel(), 1)):
+        ids_LPK, top_LPK = likeliest(logits_LPV, min(top, logits_LPV.shape[-1]))
+        ranks = [(logits_LPV > logits_LPV[..., token : token + 1]).sum(-1) for token in chosen]
+        logprobs_LPV = logits_LPV - logits_LPV.logsumexp(-1, keepdim=True)
+        gap_LPV = (model_PV - logprobs_LPV).masked_fill_(model_PV == -torch.inf, 0)  # 0 · log 0 is 0
+        kl_LP = gap_LPV.mul_(model_PV.exp()).sum(-1)
+        entropy_LP = -logprobs_LPV.exp().mul_(logprobs_LPV.masked_fill(logprobs_LPV == -torch.inf, 0)).sum(-1)
+        values = (ids_LPK, top_LPK.exp(), torch.stack(ranks, -1) if ranks else ids_LPK[..., :0],
+                  logprobs_LPV[..., chosen_C], kl_LP, entropy_LP)  # fmt: skip
         for of, value in zip(found, values, strict=True):
             of.append(value)
-    stacked = zip(LENS_VALUES.items(), found, strict=True)
-    return {name: torch.stack(of).cpu().numpy().astype(dtype) for (name, dtype), of in stacked}
+    joined = zip(LENS_VALUES.items(), found, strict=True)
+    return {name: torch.cat(of).cpu().numpy().astype(dtype) for (name, dtype), of in joined}
 
 
 @torch.inference_mode()
@@ -123,7 +124,7 @@ def read_streams(
     worker gets no logits."""
     parts, positions = [], max(MAX_LOGITS // 2 // d_vocab // len(streams), 1)
     for index in torch.tensor(rows).split(positions):
-        rows_ND = torch.cat([stream[index.to(stream.device)].to(device).float() for stream in streams])
+        rows_ND = torch.cat([stream[index] for stream in streams]).to(device).float()
         if (logits_NV := unembed(rows_ND)) is not None:  # every worker joins each product
             parts.append(lens_values(logits_NV.unflatten(0, (len(streams), -1)), top, chosen))
     return {name: np.concatenate([part[name] for part in parts], 1) for name in LENS_VALUES} if parts else None
@@ -132,7 +133,7 @@ def read_streams(
 def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
     """Yield the rows in order, in chunks of at most `size` rows; a chunk is a list of tensors."""
     part, count = list[torch.Tensor](), 0
-    for piece in (piece for each in rows for piece in each.split(size) if len(piece)):
+    for piece in (piece for each in rows if len(each) for piece in (each.split(size) if len(each) > size else [each])):
         if count + len(piece) > size:
             yield part
             part, count = [], 0
@@ -142,14 +143,14 @@ def _parts(rows: Sequence[torch.Tensor], size: int) -> Iterator[list[torch.Tenso
         yield part
 
 
-def likeliest(logits_NV: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids and log-probabilities of the `top` largest logits, [N, K]. Only the chunks with the largest maxima
-    are sorted, because they contain these logits."""
-    chunks = logits_NV.shape[1] // CHUNK
-    largest_NC = logits_NV[:, : chunks * CHUNK].unflatten(1, (chunks, CHUNK)).amax(-1)
-    chunk_NK = largest_NC.topk(min(top, chunks)).indices
-    id_NE = (chunk_NK[..., None] * CHUNK + torch.arange(CHUNK, device=logits_NV.device)).flatten(1)
-    last_E = torch.arange(chunks * CHUNK, logits_NV.shape[1], device=logits_NV.device)
-    id_NE = torch.cat([id_NE, last_E.expand(len(id_NE), -1)], 1)
-    best = logits_NV.gather(1, id_NE).topk(top)
-    return id_NE.gather(1, best.indices), best.values - logits_NV.logsumexp(-1, keepdim=True)
+def likeliest(logits_V: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids and log-probabilities of the `top` largest logits, [..., K], of [..., V]. Only the chunks with the
+    largest maxima are sorted, because they contain these logits."""
+    chunks = logits_V.shape[-1] // CHUNK
+    largest_C = logits_V[..., : chunks * CHUNK].unflatten(-1, (chunks, CHUNK)).amax(-1)
+    chunk_K = largest_C.topk(min(top, chunks)).indices
+    id_E = (chunk_K[..., None] * CHUNK + torch.arange(CHUNK, device=logits_V.device)).flatten(-2)
+    last_E = torch.arange(chunks * CHUNK, logits_V.shape[-1], device=logits_V.device)
+    id_E = torch.cat([id_E, last_E.expand(*id_E.shape[:-1], -1)], -1)
+    best = logits_V.gather(-1, id_E).topk(top)
+    return id_E.gather(-1, best.indices), best.values - logits_V.logsumexp(-1, keepdim=True)

@@ -28,7 +28,7 @@ from patchclamp.language.structs import PublicStruct
 from patchclamp.language.values import as_array
 from patchclamp.lm import LM
 from patchclamp.plots import GridPanel, TokenGrid, style
-from patchclamp.proving import prove_lens
+from patchclamp.proving import lens_difference
 from patchclamp.run import Run
 from patchclamp.studies import inputs
 from patchclamp.studies.metric import single_token
@@ -294,7 +294,7 @@ class LogitLens(Study):
         elif self.translators is not None or self.unembedding is not None:
             why = "translators= and unembedding= are not supported on the device"
         else:
-            why = prove_lens(lm).note
+            why = lens_difference(lm)
         if why and self.readout == "device":
             raise ProgramError(f"{why}: use readout='weights'", "readout")
         return not why
